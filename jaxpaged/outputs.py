@@ -1,0 +1,196 @@
+"""What comes out: of the engine (token ids, one message a step) and of the front (text)."""
+
+from dataclasses import dataclass, field
+
+from jaxpaged.request import FinishReason
+
+
+# --- engine -> front ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of one sequence; `finish_reason` is set in its last one."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStarted:
+    """A request was scheduled for the first time."""
+
+    request_id: str
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """All sequences of a request have ended; nothing more comes for this id."""
+
+    request_id: str
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """Everything one committed step has to tell, to be handled in this order."""
+
+    started: list[RequestStarted] = field(default_factory=list)
+    sequences: list[SequenceOutput] = field(default_factory=list)
+    ended: list[RequestEnded] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.started or self.sequences or self.ended)
+
+
+# --- front -> user -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds since the request was accepted."""
+
+    queued_s: float
+    time_to_first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One of a request's n generations, ended.
+
+    `matched_stop` is the stop string or the stop token id that ended it; `logprobs` and
+    `cumulative_logprob` stay None until their option is honoured.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    matched_stop: str | int | None
+    seed: int
+    logprobs: None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one request; completions in the order of their index."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    usage: Usage
+    timing: Timing
+    prompt_logprobs: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of a stream, at once, queued or not."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was scheduled for the first time."""
+
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text and tokens of one sequence; `finish_reason` is set in its last one.
+
+    Joined texts of one index equal the unary text; text is whole UTF-8; a delta may carry several
+    tokens, or tokens without text (text held back).
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last event of a stream."""
+
+    usage: Usage
+    timing: Timing
+
+
+StreamEvent = Accepted | Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """One block of the pool, for a picture of it."""
+
+    references: int
+    used_slots: int
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of a running engine; the fields of EngineStats in admin.proto."""
+
+    running_requests: int
+    queued_requests: int
+    total_blocks: int
+    used_blocks: int
+    cached_free_blocks: int
+    used_slots: int  # slots holding a token, in used blocks
+    block_size: int
+    steps: int
+    preemptions: int
+    compiles_after_warmup: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the allocated slots that hold no token, 0 when nothing is allocated."""
+        allocated = self.used_blocks * self.block_size
+        return 1 - self.used_slots / allocated if allocated else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What GetModelInfo tells about the loaded model and the engine around it."""
+
+    model: str
+    weights_version: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    has_chat_template: bool
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_queued_requests: int
+    default_temperature: float
+    default_top_k: int
+    default_top_p: float
+    default_min_p: float

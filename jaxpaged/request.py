@@ -1,0 +1,131 @@
+"""A request and its sequences, as the scheduler sees them: token ids and counts, no text."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jaxpaged.sampling_params import ResolvedParams, sequence_seed
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. The first five travel over gRPC; the others are statuses there."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_LENGTH = "context_length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # holds no row and no block
+    RUNNING = "running"  # holds a row and blocks
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the front hands to the engine: validated, tokenised, every option resolved.
+
+    Attributes:
+      eos_token_ids: ids that end a sequence with `eos`; empty when `ignore_eos` is set.
+      arrival_time: seconds on the monotonic clock; breaks ties between equal priorities.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: ResolvedParams
+    eos_token_ids: frozenset[int]
+    arrival_time: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n generations. Only the scheduler changes it.
+
+    Token positions, from the left (a decode step in flight, overlapped loop):
+
+        |<---------- token_ids ---------->|<- num_pending_tokens ->|
+        |<- num_computed ->|<-- num_inflight ------------------>|  |
+
+    Attributes:
+      token_ids: prompt and committed output.
+      num_computed_tokens: tokens whose KV is in the pool, by steps already committed.
+      num_inflight_tokens: tokens of steps scheduled but not committed.
+      num_pending_tokens: sampled on the device, not yet known here.
+      block_table: physical block ids, in order.
+      row: place in the device batch while running, else None.
+      has_device_token: the newest token sits in the device slot of `row`.
+      num_published_blocks: leading blocks of the table whose content has a prefix key.
+      chain: identity of the last of them (the parent of the next key).
+    """
+
+    request: "Request"
+    index: int
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    end_token_ids: frozenset[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_inflight_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    row: int | None = None
+    has_device_token: bool = False
+    num_published_blocks: int = 0
+    chain: object = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_scheduled_total(self) -> int:
+        """Tokens that are computed once every dispatched step has run."""
+        return self.num_computed_tokens + self.num_inflight_tokens
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Known tokens and those only the device knows."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An `EngineRequest` and its sequences while it is in the scheduler.
+
+    Only sequence 0 exists until its prompt is computed; then the others fork from it.
+    """
+
+    source: EngineRequest
+    arrival_idx: int
+    sequences: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+    started: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.source.request_id
+
+    def new_sequence(self, index: int, max_model_len: int) -> Sequence:
+        """Makes sequence `index`, its tokens the prompt's, and counts it as unfinished."""
+        source = self.source
+        num_prompt = len(source.prompt_token_ids)
+        sequence = Sequence(
+            request=self,
+            index=index,
+            seed=sequence_seed(source.params.seed, index),
+            token_ids=list(source.prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            max_total_tokens=min(num_prompt + source.params.max_tokens, max_model_len),
+            end_token_ids=source.eos_token_ids | source.params.stop_token_ids,
+        )
+        self.sequences.append(sequence)
+        self.num_unfinished += 1
+        return sequence
