@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_N = 64
 MAX_STOP_STRINGS = 16
@@ -59,6 +60,24 @@ class ResolvedParams:
     use_prefix_cache: bool
     cache_salt: str
     priority: int
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, to be rendered by the model's own chat template.
+
+    Attributes:
+      messages: dicts with "role" and "content".
+      add_generation_prompt: end the text where the assistant's answer begins.
+      template_args: extra variables of the template.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    add_generation_prompt: bool = True
+    template_args: Mapping[str, Any] | None = None
+
+
+Prompt = str | Sequence[int] | ChatPrompt
 
 
 def sequence_seed(seed: int, index: int) -> int:
