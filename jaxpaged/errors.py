@@ -34,7 +34,7 @@ class UnsupportedOptionError(JaxpagedError, NotImplementedError):
 
 
 class ModelNotFoundError(JaxpagedError, ValueError):
-    """No model of that name or at that path; or a request names another model than the loaded one."""
+    """No model of that name or at that path, or not the one that is loaded."""
 
     reason = "MODEL_NOT_FOUND"
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 
 from jaxpaged.request import FinishReason
 
-
 # --- engine -> front ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # not frozen: one is made a row and step, and frozen ones cost three times more
 class SequenceOutput:
     """New tokens of one sequence; `finish_reason` is set in its last one."""
 

@@ -51,6 +51,9 @@ class Sequence:
 
     Attributes:
       token_ids: prompt and committed output.
+      max_total_tokens: where `max_tokens` or the context ends it.
+      end_token_ids: EOS and stop ids.
+      order: (priority, arrival, index), the scheduling order.
       num_computed_tokens: tokens whose KV is in the pool, by steps already committed.
       num_inflight_tokens: tokens of steps scheduled but not committed.
       num_pending_tokens: sampled on the device, not yet known here.
@@ -68,17 +71,17 @@ class Sequence:
     num_prompt_tokens: int
     max_total_tokens: int
     end_token_ids: frozenset[int]
+    order: tuple[int, int, int]
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_tokens: int = 0
-    num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     row: int | None = None
     has_device_token: bool = False
     num_published_blocks: int = 0
-    chain: object = None
+    chain: int | tuple[str, int, str] | None = None
     finish_reason: FinishReason | None = None
 
     @property
@@ -108,6 +111,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
     started: bool = False
+    num_preemptions: int = 0
 
     @property
     def request_id(self) -> str:
@@ -125,6 +129,7 @@ class Request:
             num_prompt_tokens=num_prompt,
             max_total_tokens=min(num_prompt + source.params.max_tokens, max_model_len),
             end_token_ids=source.eos_token_ids | source.params.stop_token_ids,
+            order=(source.params.priority, self.arrival_idx, index),
         )
         self.sequences.append(sequence)
         self.num_unfinished += 1

@@ -1,0 +1,228 @@
+"""Protobuf messages <-> our dataclasses, in both directions. Used by the server and the client.
+
+On the wire an unset optional field means the server's default and zero means zero; here unset is
+None. Nothing is judged here but what protobuf cannot carry: `validation.py` checks the values.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
+from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.v1 import inference_pb2 as pb
+
+# Where each field of SamplingParams lives in GenerateRequest; "" is the request itself.
+_OPTIONAL_FIELDS = {
+    "max_tokens": "sampling",
+    "min_tokens": "sampling",
+    "temperature": "sampling",
+    "top_k": "sampling",
+    "top_p": "sampling",
+    "min_p": "sampling",
+    "seed": "sampling",
+    "n": "sampling",
+    "repetition_penalty": "sampling",
+    "presence_penalty": "sampling",
+    "frequency_penalty": "sampling",
+    "ignore_eos": "stop",
+    "include_stop_string": "stop",
+    "logprobs": "output",
+    "prompt_logprobs": "output",
+    "skip_special_tokens": "output",
+    "use_prefix_cache": "cache",
+    "priority": "",
+}
+_REPEATED_FIELDS = {
+    "allowed_token_ids": "sampling",
+    "stop": "stop",
+    "stop_token_ids": "stop",
+}
+_MESSAGE_PACKAGE = "jaxpaged.v1"
+
+
+# --- requests, read by the server --------------------------------------------------------------
+
+
+def params_from_proto(request: pb.GenerateRequest) -> SamplingParams:
+    """Every option that is set, supported or not; those that are not stay None."""
+    values: dict[str, Any] = {}
+    for name, place in _OPTIONAL_FIELDS.items():
+        message = getattr(request, place) if place else request
+        if message.HasField(name):
+            values[name] = getattr(message, name)
+    for name, place in _REPEATED_FIELDS.items():
+        values[name] = list(getattr(getattr(request, place), name)) or None
+    values["logit_bias"] = dict(request.sampling.logit_bias) or None
+    values["cache_salt"] = request.cache.cache_salt or None
+    return SamplingParams(**values)
+
+
+def prompt_from_proto(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    """The one prompt of a request.
+
+    Raises:
+      InvalidFieldError: none is set.
+    """
+    oneof = request.DESCRIPTOR.oneofs[0]
+    kind = request.WhichOneof(oneof.name)
+    if kind is None:
+        choices = ", ".join(field.name for field in oneof.fields)
+        raise InvalidFieldError(oneof.name, f"{oneof.name}: one of {choices} must be set")
+    if kind == "chat":
+        return _chat_from_proto(request.chat)
+    value = getattr(request, kind)
+    return value if kind == "text" else list(value.ids)
+
+
+def _chat_from_proto(chat: pb.ChatMessages) -> ChatPrompt:
+    generation_prompt = (
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    )
+    return ChatPrompt(
+        messages=[{"role": message.role, "content": message.content} for message in chat.messages],
+        add_generation_prompt=generation_prompt,
+        template_args=_plain_struct(chat.template_args) if chat.HasField("template_args") else None,
+    )
+
+
+def _plain_struct(struct: Struct) -> dict[str, Any]:
+    return {key: _plain_value(value) for key, value in struct.fields.items()}
+
+
+def _plain_value(value: Value) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind is None or kind == "null_value":
+        return None
+    content = getattr(value, kind)
+    if isinstance(content, Struct):
+        return _plain_struct(content)
+    if isinstance(content, ListValue):
+        return [_plain_value(item) for item in content.values]
+    # A Struct has only doubles, but templates count with integers.
+    return int(content) if isinstance(content, float) and content.is_integer() else content
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """A field from a newer contract asks for something that this build would drop.
+
+    Raises:
+      UnsupportedOptionError: `message`, or a message inside, has a field unknown here.
+    """
+    for unknown in UnknownFieldSet(message):
+        name = f"{message.DESCRIPTOR.name}.{unknown.field_number}"
+        raise UnsupportedOptionError(name, f"field number {name} is not known to this build")
+    for field, value in message.ListFields():
+        inner = field.message_type
+        if inner is None or inner.file.package != _MESSAGE_PACKAGE or isinstance(value, Mapping):
+            continue
+        for item in [value] if isinstance(value, Message) else value:
+            refuse_unknown_fields(item)
+
+
+# --- requests, written by the client -----------------------------------------------------------
+
+
+def request_to_proto(
+    prompt: Prompt, params: SamplingParams | None, request_id: str | None = None
+) -> pb.GenerateRequest:
+    """A request for the loaded model that also returns the prompt's ids, as `LLM` does.
+
+    Raises:
+      InvalidFieldError: a value that the wire cannot carry.
+    """
+    request = pb.GenerateRequest(request_id=request_id or "")
+    request.output.prompt_token_ids = True
+    fill_prompt(request, prompt)
+    params = params or SamplingParams()
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        # The wire would read an empty list as unset.
+        raise InvalidFieldError("allowed_token_ids", "allowed_token_ids must not be empty")
+    for name, place in _OPTIONAL_FIELDS.items():
+        value = getattr(params, name)
+        if value is None:
+            continue
+        if name == "top_k" and value == -1:
+            value = 0  # -1 also means off in Python; the wire is unsigned
+        try:
+            setattr(getattr(request, place) if place else request, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError(name, f"{name}={value!r}: {error}") from error
+    for name, place in _REPEATED_FIELDS.items():
+        values = getattr(params, name)
+        _extend(getattr(getattr(request, place), name), name, _listed(values))
+    _fill_mapping(request.sampling.logit_bias, params.logit_bias or {})
+    if params.cache_salt:
+        request.cache.cache_salt = params.cache_salt
+    return request
+
+
+def fill_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    """Sets the field of `request` that holds a prompt of this kind."""
+    if isinstance(prompt, ChatPrompt):
+        request.chat.CopyFrom(_chat_to_proto(prompt))
+    elif isinstance(prompt, str):
+        try:
+            request.text = prompt
+        except ValueError as error:  # a lone surrogate is no text
+            raise InvalidFieldError("text", f"text: {error}") from error
+    elif isinstance(request, pb.GenerateRequest):
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, "token_ids", prompt)
+    else:
+        raise InvalidFieldError("text", "only text and conversations can be tokenized")
+
+
+def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
+    chat = pb.ChatMessages(add_generation_prompt=prompt.add_generation_prompt)
+    for message in prompt.messages:
+        unknown = sorted(message.keys() - {"role", "content"})
+        if unknown:
+            raise InvalidFieldError("messages", f"messages: keys {unknown} cannot be sent")
+        try:
+            chat.messages.add(role=message.get("role"), content=message.get("content"))
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("messages", f"messages: {error}") from error
+    if prompt.template_args is not None:
+        try:
+            chat.template_args.update(prompt.template_args)
+        except (TypeError, ValueError) as error:
+            raise InvalidFieldError("template_args", f"template_args: {error}") from error
+    return chat
+
+
+def _listed(values: str | Sequence[Any] | None) -> Sequence[Any]:
+    if values is None:
+        return []
+    return [values] if isinstance(values, str) else values
+
+
+def _extend(target: Any, name: str, values: Sequence[Any]) -> None:
+    try:
+        target.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError(name, f"{name}: {error}") from error
+
+
+def _fill_mapping(target: Any, values: Mapping[int, float]) -> None:
+    try:
+        target.update(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("logit_bias", f"logit_bias: {error}") from error
+
+
+# --- both --------------------------------------------------------------------------------------
+
+
+def duration_to_proto(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def duration_from_proto(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

@@ -1,0 +1,329 @@
+"""The scheduler: which sequences compute how many tokens in the next step.
+
+There is one idea and no phases. Every sequence has known tokens, and tokens whose KV is computed;
+each step lets `num_computed_tokens` chase `num_total_tokens`. A prompt is far behind and catches up
+in chunks; a decoding sequence is one token behind. Prefix hits, preemption (everything must be
+computed again) and forks are only different places to start the chase from.
+
+A step is decided in `schedule()` and booked in `commit()`. `schedule()` for step t+1 may run before
+`commit()` of step t: the tokens of step t are then pending, known to the device alone.
+
+Policy: decodes first, then prompts under way, then waiting ones in strict order (first come first
+served, or by priority): a request too big for the free blocks is not overtaken. When no block is
+free, the last running sequence in scheduling order is preempted.
+"""
+
+from collections import deque
+from dataclasses import replace
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.outputs import RequestStarted, SequenceOutput, StepOutputs
+from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
+from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
+from jaxpaged.scheduler.pending_blocks import PendingBlocks
+from jaxpaged.scheduler.roster import Roster
+from jaxpaged.scheduler.scheduled_step import ScheduledStep
+from jaxpaged.step_plan import StepPlan, StepResult
+
+
+class Scheduler:
+    """Decides steps and books their results. Not thread-safe; plain Python."""
+
+    def __init__(self, config: SchedulerConfig):
+        if config.num_blocks * config.block_size < config.max_model_len:
+            raise ValueError(
+                f"num_blocks={config.num_blocks} of block_size={config.block_size} cannot hold one "
+                f"sequence of max_model_len={config.max_model_len}"
+            )
+        if config.max_num_tokens < config.max_num_seqs:
+            raise ValueError(
+                f"max_num_tokens={config.max_num_tokens} must be at least "
+                f"max_num_seqs={config.max_num_seqs}"
+            )
+        self.config = config
+        self.roster = Roster(config)
+        self.num_steps = 0
+        self._in_flight: deque[ScheduledStep] = deque()
+
+    @property
+    def kv(self) -> KVManager:
+        return self.roster.kv
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.roster.requests)
+
+    # --- requests come and go ------------------------------------------------------------------
+
+    def add(self, source: EngineRequest) -> None:
+        """Queues a request. Its id must be new among those that have not ended."""
+        self.roster.add(source)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """Ends all sequences of a request, in any state; False if it is unknown or has ended."""
+        request = self.roster.requests.get(request_id)
+        if request is None:
+            return False
+        self.roster.finish_all(request, reason)
+        return True
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """Ends one sequence, its stop string found by the front; what it draws later is dropped."""
+        request = self.roster.requests.get(request_id)
+        for sequence in request.sequences if request else ():
+            if sequence.index == index and sequence.status is not SequenceStatus.FINISHED:
+                self.roster.finish(sequence, FinishReason.STOP_STRING)
+                self.roster.forget_finished()
+
+    def fail_all(self) -> StepOutputs:
+        """After a failed step: every request ends with an error, pool and cache are empty."""
+        self._in_flight.clear()
+        for request in list(self.roster.requests.values()):
+            self.roster.finish_all(request, FinishReason.ERROR)
+        self.roster.replace_kv()
+        return self.roster.take_outputs()
+
+    # --- schedule ------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Decides the next step; None when nothing can be computed before the next commit."""
+        roster, step = self.roster, ScheduledStep(StepPlan(self.num_steps + 1))
+        num_preemptions = roster.num_preemptions
+        prefilling = self._schedule_decodes(step)
+        budget = self.config.max_num_tokens - len(step.scheduled)
+        for sequence in prefilling:
+            if budget and sequence.status is SequenceStatus.RUNNING:
+                budget -= self._schedule_prefill(step, sequence, budget)
+        # Blocks that a preemption freed are for those that run: admitting now would thrash.
+        if budget and roster.waiting and roster.num_preemptions == num_preemptions:
+            self._admit_waiting(step, budget)
+        if not step.scheduled:
+            return None
+        self.num_steps += 1
+        self._in_flight.append(step)
+        return step.plan
+
+    def _schedule_decodes(self, step: ScheduledStep) -> list[Sequence]:
+        """Gives every sequence whose newest token is on the device one token to compute.
+
+        Returns:
+          The running sequences that are further behind.
+        """
+        size, references = self.config.block_size, self.kv.pool.references
+        rows, kv_lens, scheduled = step.plan.rows, step.plan.kv_lens, step.scheduled
+        prefilling = []
+        for sequence in list(self.roster.running):  # a copy: preemption shortens the list
+            row = sequence.row
+            if row is None:
+                continue  # preempted just now
+            if not sequence.has_device_token:
+                prefilling.append(sequence)
+                continue
+            position = sequence.num_computed_tokens + sequence.num_inflight_tokens
+            if position + 1 >= sequence.max_total_tokens:
+                continue  # the pending token is its last
+            table, block_idx = sequence.block_table, position // size
+            if (
+                block_idx == len(table) or references[table[block_idx]] > 1
+            ) and not self._make_writable(step, sequence, block_idx):
+                continue
+            sequence.num_inflight_tokens += 1
+            sequence.num_pending_tokens += 1
+            scheduled.append(sequence)
+            rows.append(row)
+            kv_lens.append(position + 1)
+        step.close_decodes()
+        return prefilling
+
+    def _make_writable(self, step: ScheduledStep, sequence: Sequence, block_idx: int) -> bool:
+        """Sees to it that a block is in the sequence's table, and in no other table."""
+        kv, table = self.kv, sequence.block_table
+        while True:
+            if block_idx == len(table):
+                if kv.grow(sequence, (block_idx + 1) * self.config.block_size):
+                    break
+            elif not kv.is_shared(table[block_idx]):
+                return True
+            elif (copy := kv.copy_on_write(sequence, block_idx)) is not None:
+                step.plan.copies.append(copy)
+                break
+            # The end may be found when its pending token arrives: never preempt for that one.
+            if sequence.num_pending_tokens or not self._preempt_last(step, sequence):
+                return False
+        step.update_table(sequence, (block_idx,))
+        return True
+
+    def _schedule_prefill(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
+        """Schedules the next chunk of a running sequence; returns its number of tokens."""
+        done, num_blocks = sequence.num_scheduled_total, len(sequence.block_table)
+        chunk = min(len(sequence.token_ids) - done, budget)
+        while not self.kv.grow(sequence, done + chunk):
+            if sequence is self.roster.running[-1] or not self._preempt_last(step, sequence):
+                room = (num_blocks + self.kv.pool.num_free) * self.config.block_size
+                chunk = min(chunk, room - done)
+                if chunk <= 0:
+                    return 0
+        step.update_table(sequence, range(num_blocks, len(sequence.block_table)))
+        self._add_chunk(step, sequence, chunk)
+        return chunk
+
+    def _preempt_last(self, step: ScheduledStep, sequence: Sequence) -> bool:
+        """Preempts the last running sequence; False if that gives `sequence` nothing."""
+        victim = self.roster.running[-1]
+        if any(victim is other for other in step.scheduled):
+            return False
+        for earlier in self._in_flight:
+            earlier.preempted.add(id(victim))
+        self.roster.preempt(victim)
+        return victim is not sequence
+
+    def _add_chunk(self, step: ScheduledStep, sequence: Sequence, chunk: int) -> None:
+        """Books a chunk whose blocks are in the table; the prompt's last one forks the request."""
+        step.add_chunk(sequence, chunk)
+        request = sequence.request
+        if not sequence.has_device_token or len(request.sequences) == request.source.params.n:
+            return
+        for index in range(1, request.source.params.n):
+            child = request.new_sequence(index, self.config.max_model_len)
+            if not self.roster.num_free_rows:
+                # It waits without blocks, and will find the prompt in the cache.
+                self.roster.waiting.push(child)
+                continue
+            self.kv.fork(sequence, child)
+            child.num_computed_tokens = sequence.num_scheduled_total - chunk
+            child.num_cached_tokens = sequence.num_cached_tokens
+            self.roster.start(child)
+            step.start_row(child)
+            step.add_fork(child, chunk)
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def _admit_waiting(self, step: ScheduledStep, budget: int) -> None:
+        """Lets waiting sequences start, in order, while rows, blocks and budget last."""
+        roster = self.roster
+        prefilling = [s for s in roster.running if not s.has_device_token]
+        num_owed = sum(self._num_blocks_missing(sequence) for sequence in prefilling)
+        pending_blocks = PendingBlocks(self.config.block_size, roster.running)
+        deferred = []
+        # A deferred sequence keeps its claim on a row.
+        while budget and len(deferred) < roster.num_free_rows:
+            sequence = roster.waiting.peek()
+            if sequence is None:
+                break
+            match = self.kv.match(sequence)
+            if sequence.num_pending_tokens or pending_blocks.continue_better(sequence, match):
+                deferred.append(roster.waiting.pop())
+                continue
+            chunk = self._admit(step, sequence, match, budget, num_owed)
+            if not chunk:
+                break
+            budget -= chunk
+            num_owed += self._num_blocks_missing(sequence)
+            pending_blocks.add(sequence)
+        for sequence in deferred:
+            roster.waiting.push(sequence)
+
+    def _admit(
+        self,
+        step: ScheduledStep,
+        sequence: Sequence,
+        match: PrefixMatch,
+        budget: int,
+        num_owed: int,
+    ) -> int:
+        """Admits the head of the queue and schedules its first chunk.
+
+        Args:
+          num_owed: free blocks that prompts under way will need.
+
+        Returns:
+          The chunk's number of tokens, 0 if all known tokens do not fit into the free blocks.
+        """
+        kv, size, total = self.kv, self.config.block_size, len(sequence.token_ids)
+        num_free = kv.pool.num_free - num_owed + len(match.blocks) - -(-total // size)
+        if num_free < kv.num_free_taken(match) and match.num_copied:
+            match = replace(match, copy_source=0, num_copied=0)
+        if num_free < kv.num_free_taken(match):
+            return 0
+        self.roster.waiting.pop()
+        copy = kv.share(sequence, match)
+        if copy is not None:
+            step.plan.copies.append(copy)
+        num_cached = len(match.blocks) * size + match.num_copied
+        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached
+        chunk = min(total - num_cached, budget)
+        grown = kv.grow(sequence, num_cached + chunk)
+        assert grown, "the free blocks were counted wrongly"
+        if not sequence.request.started:
+            sequence.request.started = True
+            started = RequestStarted(sequence.request.request_id, num_cached)
+            self.roster.outputs.started.append(started)
+        self.roster.start(sequence)
+        step.start_row(sequence)
+        self._add_chunk(step, sequence, chunk)
+        return chunk
+
+    def _num_blocks_missing(self, sequence: Sequence) -> int:
+        """Blocks that the sequence's known tokens still need."""
+        return -(-len(sequence.token_ids) // self.config.block_size) - len(sequence.block_table)
+
+    # --- commit --------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutputs:
+        """Books the oldest scheduled step: tokens, ends, full blocks.
+
+        Returns:
+          What is to be told, aborts and starts since the last commit included.
+        """
+        step = self._in_flight.popleft()
+        assert step.plan is plan, "steps are committed in the order in which they were scheduled"
+        kv, size, preempted = self.kv, self.config.block_size, step.preempted
+        kv.finish_copies(plan.copies)
+        for sequence, q_len in zip(step.scheduled, step.q_lens, strict=True):
+            if sequence.row is None or (preempted and id(sequence) in preempted):
+                continue  # its blocks are gone
+            sequence.num_inflight_tokens -= q_len
+            sequence.num_computed_tokens += q_len
+            if q_len > 1 or sequence.num_computed_tokens % size == 0:
+                kv.publish(sequence)
+        ended = False
+        sampled = zip(step.sampled, result.token_ids, result.is_finite, strict=True)
+        for sequence, token_id, is_finite in sampled:
+            if sequence.status is not SequenceStatus.FINISHED:
+                sequence.num_pending_tokens -= 1
+                ended |= self._book_token(sequence, token_id, is_finite)
+        if ended:
+            self.roster.forget_finished()
+        return self.roster.take_outputs()
+
+    def _book_token(self, sequence: Sequence, token_id: int, is_finite: bool) -> bool:
+        """Appends a drawn token; returns whether it ended the sequence."""
+        source = sequence.request.source
+        output = SequenceOutput(source.request_id, sequence.index, (token_id,))
+        self.roster.outputs.sequences.append(output)
+        if not is_finite:
+            output.token_ids, output.finish_reason = (), FinishReason.ERROR
+            self.kv.unpublish(sequence)
+        else:
+            sequence.token_ids.append(token_id)
+            if token_id in sequence.end_token_ids:
+                is_eos = token_id in source.eos_token_ids
+                output.finish_reason = FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN
+                output.stop_token_id = token_id
+            elif len(sequence.token_ids) >= sequence.max_total_tokens:
+                at_limit = sequence.num_output_tokens >= source.params.max_tokens
+                output.finish_reason = (
+                    FinishReason.MAX_TOKENS if at_limit else FinishReason.CONTEXT_LENGTH
+                )
+            else:
+                return False
+        self.roster.finish(sequence, output.finish_reason)
+        return True
+
+    def take_outputs(self) -> StepOutputs:
+        """What happened since the last commit, without one."""
+        return self.roster.take_outputs()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every invariant of rows and blocks holds."""
+        self.roster.check_integrity()
