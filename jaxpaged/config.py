@@ -44,6 +44,32 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class ResolvedConfig:
+    """The same once model and device are known: nothing is None but `attention_impl`.
+
+    Attributes:
+      model: the name under which it is served.
+      vocab_size: width of the logits.
+      kv_dtype: of the KV pool.
+    """
+
+    model: str
+    vocab_size: int
+    dtype: str
+    kv_dtype: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_tokens: int
+    enable_prefix_caching: bool
+    attention_impl: str | None
+    tensor_parallel: int
+    scheduling: Scheduling
+    overlap: bool
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """What the scheduler needs, all of it decided."""
 

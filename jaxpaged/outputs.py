@@ -25,6 +25,7 @@ class RequestStarted:
     """A request was scheduled for the first time."""
 
     request_id: str
+    num_prompt_tokens: int
     num_cached_tokens: int
 
 
@@ -34,6 +35,7 @@ class RequestEnded:
 
     request_id: str
     num_preemptions: int
+    error: str | None = None  # what went wrong in the engine, when a step failed
 
 
 @dataclass(slots=True)

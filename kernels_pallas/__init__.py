@@ -1,0 +1,1 @@
+"""Paged attention as array code: rows, blocks and tiles. Start reading at `ops.py`."""

@@ -48,12 +48,14 @@ class KVManager:
 
     # --- admission -----------------------------------------------------------------------------
 
+    def reads_cache(self, sequence: Sequence) -> bool:
+        return self._enable_prefix_caching and sequence.request.source.params.use_prefix_cache
+
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Finds the longest cached prefix; at least one token is left to compute."""
-        params = sequence.request.source.params
-        parent = self.cache.root(params.cache_salt)
+        parent = self.cache.root(sequence.request.source.params.cache_salt)
         blocks: list[int] = []
-        if not (self._enable_prefix_caching and params.use_prefix_cache):
+        if not self.reads_cache(sequence):
             return PrefixMatch(blocks, parent)
         size, limit, tokens = self.block_size, len(sequence.token_ids) - 1, sequence.token_ids
         start = 0

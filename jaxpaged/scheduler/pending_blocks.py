@@ -28,9 +28,9 @@ class PendingBlocks:
             self._by_parent.setdefault(sequence.chain, []).append(tokens)
 
     def continue_better(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Whether one of them shares more tokens with the sequence than its match does."""
+        """Whether one of them shares more tokens with a cache reader than its match does."""
         candidates = self._by_parent.get(match.chain)
-        if not (candidates and sequence.request.source.params.use_prefix_cache):
+        if not candidates:
             return False
         start = len(match.blocks) * self._block_size
         end = min(start + self._block_size, len(sequence.token_ids) - 1)

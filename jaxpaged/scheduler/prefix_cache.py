@@ -67,10 +67,15 @@ class PrefixCache:
         Returns:
           The identity of the content, the same for every block that holds it.
         """
+        entry = self._entries.get(block)
+        if entry is not None:
+            # A sequence that shares the block was first. Its chain may have led through another
+            # block with the first one's content, evicted since: the identities then differ.
+            assert entry.tokens == tokens, f"block {block} was published with other tokens"
+            return entry.identity
         known = self.lookup(parent, tokens)
         if known is not None:
             return known[1]
-        assert block not in self._entries, f"block {block} was published under another key"
         self._next_identity += 1
         self._blocks[parent, tokens] = block
         self._entries[block] = _Entry(parent, tokens, self._next_identity)

@@ -75,13 +75,15 @@ class Scheduler:
                 self.roster.finish(sequence, FinishReason.STOP_STRING)
                 self.roster.forget_finished()
 
-    def fail_all(self) -> StepOutputs:
-        """After a failed step: every request ends with an error, pool and cache are empty."""
+    def fail_all(self, error: str) -> StepOutputs:
+        """After a failed step: every request ends with `error`, pool and cache are empty."""
         self._in_flight.clear()
         for request in list(self.roster.requests.values()):
             self.roster.finish_all(request, FinishReason.ERROR)
         self.roster.replace_kv()
-        return self.roster.take_outputs()
+        outputs = self.roster.take_outputs()
+        outputs.ended = [replace(ended, error=error) for ended in outputs.ended]
+        return outputs
 
     # --- schedule ------------------------------------------------------------------------------
 
@@ -95,7 +97,8 @@ class Scheduler:
             if budget and sequence.status is SequenceStatus.RUNNING:
                 budget -= self._schedule_prefill(step, sequence, budget)
         # Blocks that a preemption freed are for those that run: admitting now would thrash.
-        if budget and roster.waiting and roster.num_preemptions == num_preemptions:
+        calm = roster.num_preemptions == num_preemptions
+        if budget and calm and roster.num_free_rows and roster.waiting:
             self._admit_waiting(step, budget)
         if not step.scheduled:
             return None
@@ -211,7 +214,8 @@ class Scheduler:
             if sequence is None:
                 break
             match = self.kv.match(sequence)
-            if sequence.num_pending_tokens or pending_blocks.continue_better(sequence, match):
+            waits = self.kv.reads_cache(sequence) and pending_blocks.continue_better(sequence, match)
+            if waits or sequence.num_pending_tokens:
                 deferred.append(roster.waiting.pop())
                 continue
             chunk = self._admit(step, sequence, match, budget, num_owed)
@@ -256,7 +260,7 @@ class Scheduler:
         assert grown, "the free blocks were counted wrongly"
         if not sequence.request.started:
             sequence.request.started = True
-            started = RequestStarted(sequence.request.request_id, num_cached)
+            started = RequestStarted(sequence.request.request_id, total, num_cached)
             self.roster.outputs.started.append(started)
         self.roster.start(sequence)
         step.start_row(sequence)

@@ -1,0 +1,52 @@
+"""`jaxpaged client`: streams an answer from a server. Never loads JAX."""
+
+import argparse
+import sys
+
+from jaxpaged.cli.flags import (
+    add_prompt_flags,
+    add_sampling_flags,
+    prompt_of,
+    sampling_params_of,
+)
+from jaxpaged.cli.printing import print_deltas, print_stats
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "client",
+        help="stream an answer from a server",
+        description="Streams an answer from a server to stdout.",
+    )
+    parser.add_argument("address", metavar="ADDRESS", help="the server, as HOST:PORT")
+    add_prompt_flags(parser, nargs="?")
+    parser.add_argument("--stats", action="store_true", help="then print what the block pool did")
+    parser.add_argument(
+        "--admin-address", metavar="HOST:PORT", help="the server's admin port, for --stats"
+    )
+    add_sampling_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    # Here, so that `jaxpaged generate` and `serve` do not load the client, nor --help grpc.
+    import grpc
+
+    from jaxpaged.client import Client
+
+    if options.prompt is None and not options.stats:
+        raise ValueError("nothing to do: give a PROMPT or --stats")
+    if options.stats and options.admin_address is None:
+        raise ValueError("--stats needs --admin-address")
+    try:
+        with Client(options.address, options.admin_address) as client:
+            if options.prompt is not None:
+                params = sampling_params_of(options)
+                print_deltas(client.stream(prompt_of(options), params), params.n or 1)
+            if options.stats:
+                print_stats(client.stats(), client.block_states())
+    except grpc.RpcError as error:
+        code, details = error.code().name, error.details()  # type: ignore[attr-defined]
+        print(f"jaxpaged: {options.address}: {code}: {details}", file=sys.stderr)
+        return 1
+    return 0

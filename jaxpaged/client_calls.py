@@ -1,0 +1,59 @@
+"""What the blocking and the asynchronous client share: channel options, requests, errors."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from jaxpaged.convert import fill_prompt
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.grpc_errors import error_from_rpc
+from jaxpaged.v1 import inference_pb2 as pb
+
+# The library's default of 4 MiB is too small for long prompts and answers.
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+)
+
+
+@contextmanager
+def own_errors() -> Generator[None]:
+    try:
+        yield
+    except grpc.RpcError as rpc_error:
+        error = error_from_rpc(rpc_error)
+        if error is rpc_error:
+            raise
+        raise error from rpc_error
+
+
+def params_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidFieldError("params", f"{len(params)=} must equal {num_prompts=}")
+    return list(params)
+
+
+def tokenize_request(text: str, add_special_tokens: bool) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(add_special_tokens=add_special_tokens)
+    fill_prompt(request, text)
+    return request
+
+
+def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    try:
+        return pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("token_ids", f"token_ids: {error}") from error
+
+
+def need_admin(stub: Any) -> Any:
+    if stub is None:
+        raise ValueError("admin_address must be given to the client for stats and resets")
+    return stub

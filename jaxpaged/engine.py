@@ -1,0 +1,165 @@
+"""The engine: requests of token ids in, tokens out. `Engine.step()` is the main loop.
+
+    schedule -> dispatch -> collect -> commit
+
+In the overlapped loop, step t+1 is scheduled and dispatched before the tokens of step t are
+collected, so that the device never waits for the host. Both loops give the same tokens.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Protocol
+
+from jaxpaged.checkpoint.protocol import Checkpoint
+from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
+from jaxpaged.request import EngineRequest, SequenceStatus
+from jaxpaged.runner.start import start_runner
+from jaxpaged.scheduler.pool_stats import block_states, used_slots
+from jaxpaged.scheduler.scheduler import Scheduler
+from jaxpaged.step_plan import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner[HandleT](Protocol):
+    """What the engine needs of a runner."""
+
+    @property
+    def num_compiles_after_warmup(self) -> int: ...
+
+    def dispatch(self, plan: StepPlan) -> HandleT: ...
+
+    def collect(self, handle: HandleT) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Engine[HandleT]:
+    """Scheduler and runner, driven one step at a time by one thread."""
+
+    def __init__(self, config: ResolvedConfig, runner: StepRunner[HandleT]):
+        self.config = config
+        self.runner = runner
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                block_size=config.block_size,
+                num_blocks=config.num_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_num_tokens=config.max_num_tokens,
+                max_model_len=config.max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+                scheduling=config.scheduling,
+            )
+        )
+        self._in_flight: tuple[StepPlan, HandleT] | None = None
+        self._num_prompt_tokens = 0
+        self._num_cached_prompt_tokens = 0
+        self._num_completion_tokens = 0
+        self._checks_integrity = os.environ.get("JAXPAGED_DEBUG") == "1"
+
+    @classmethod
+    def start(cls, config: EngineConfig, checkpoint: Checkpoint, cache_home: Path) -> "Engine":
+        """Loads the model and compiles; see `runner.start.start_runner`."""
+        runner = start_runner(config, checkpoint, cache_home)
+        return cls(runner.config, runner)
+
+    # --- the main loop -------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def step(self) -> StepOutputs:
+        """Runs one step; returns what the step committed in it has to tell.
+
+        A step that fails takes the requests that run with it; the engine goes on.
+        """
+        try:
+            outputs = self._step_overlapped() if self.config.overlap else self._step_plain()
+        except Exception as error:
+            logger.exception("a step failed; the requests that ran are lost, the pool is rebuilt")
+            outputs = self._recover(error)
+        if self._checks_integrity:
+            self.scheduler.check_integrity()
+        self._count(outputs)
+        return outputs
+
+    def _step_plain(self) -> StepOutputs:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return self.scheduler.take_outputs()
+        result = self.runner.collect(self.runner.dispatch(plan))
+        return self.scheduler.commit(plan, result)
+
+    def _step_overlapped(self) -> StepOutputs:
+        plan = self.scheduler.schedule()
+        dispatched = None if plan is None else (plan, self.runner.dispatch(plan))
+        earlier, self._in_flight = self._in_flight, dispatched
+        if earlier is None:
+            return self.scheduler.take_outputs()
+        earlier_plan, handle = earlier
+        return self.scheduler.commit(earlier_plan, self.runner.collect(handle))
+
+    def _recover(self, error: Exception) -> StepOutputs:
+        # A failed step may have consumed the pool: nothing in it can be trusted.
+        self._in_flight = None
+        self.runner.reset()
+        return self.scheduler.fail_all(f"a step of the engine failed: {type(error).__name__}")
+
+    def _count(self, outputs: StepOutputs) -> None:
+        for started in outputs.started:
+            self._num_cached_prompt_tokens += started.num_cached_tokens
+            self._num_prompt_tokens += started.num_prompt_tokens
+        self._num_completion_tokens += sum(len(s.token_ids) for s in outputs.sequences)
+
+    # --- between steps -------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request in any state and frees its blocks; False if it is unknown."""
+        return self.scheduler.abort(request_id)
+
+    def finish_sequence(self, request_id: str, index: int) -> None:
+        """Ends one sequence whose stop string the front found."""
+        self.scheduler.finish_sequence(request_id, index)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every unused cached block; returns how many."""
+        return self.scheduler.kv.reset_cache()
+
+    def stats(self) -> EngineStats:
+        roster, pool = self.scheduler.roster, self.scheduler.kv.pool
+        num_running = sum(
+            any(s.status is SequenceStatus.RUNNING for s in request.sequences)
+            for request in roster.requests.values()
+        )
+        return EngineStats(
+            running_requests=num_running,
+            queued_requests=len(roster.requests) - num_running,
+            total_blocks=pool.num_blocks,
+            used_blocks=pool.num_used,
+            cached_free_blocks=pool.num_cached_free,
+            used_slots=sum(used_slots(roster, self.config.block_size).values()),
+            block_size=self.config.block_size,
+            steps=self.scheduler.num_steps,
+            preemptions=roster.num_preemptions,
+            compiles_after_warmup=self.runner.num_compiles_after_warmup,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_prompt_tokens=self._num_cached_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+        )
+
+    def block_states(self) -> list[BlockState]:
+        """Every block of the pool, by id."""
+        return block_states(self.scheduler.roster, self.config.block_size)
+
+    def close(self) -> None:
+        """Frees the device's memory."""
+        self._in_flight = None
+        self.runner.close()

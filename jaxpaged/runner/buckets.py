@@ -1,0 +1,53 @@
+"""The sizes a step is compiled for."""
+
+from dataclasses import dataclass
+
+from jaxpaged.step_plan import StepPlan
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One compiled size. `num_tokens == num_rows` means that no row computes more than one token.
+
+    Attributes:
+      num_tokens: tokens of the padded step.
+      num_rows: rows of the padded step, and tokens that it can draw.
+    """
+
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_rows
+
+
+def make_buckets(*, max_num_seqs: int, max_num_tokens: int, min_rows: int = 1) -> list[Bucket]:
+    """All buckets of an engine, smallest first.
+
+    Decode buckets grow by two up to `max_num_seqs`. Steps with prompts always have `max_num_seqs`
+    rows and grow in tokens alone, so that sizes add up instead of multiplying.
+    """
+    decode = [Bucket(rows, rows) for rows in _doubling(min_rows, max_num_seqs)]
+    first = max(16, 1 << max_num_seqs.bit_length())  # more tokens than rows: never a decode bucket
+    prefill = [Bucket(n, max_num_seqs) for n in _doubling(first, max(first, max_num_tokens))]
+    return sorted(decode + prefill)
+
+
+def pick_bucket(buckets: list[Bucket], plan: StepPlan) -> Bucket:
+    """The smallest bucket that holds the plan."""
+    num_rows, num_samples = len(plan.rows), len(plan.sample_rows)
+    is_decode = plan.num_tokens == num_rows
+    for bucket in buckets:
+        fits = plan.num_tokens <= bucket.num_tokens and num_samples <= bucket.num_rows
+        if fits and num_rows <= bucket.num_rows and (is_decode or not bucket.is_decode):
+            return bucket
+    raise AssertionError(f"no bucket holds {plan.num_tokens} tokens in {num_rows} rows")
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]

@@ -1,0 +1,68 @@
+"""Step plan -> packed vector, on the host."""
+
+import numpy as np
+
+from jaxpaged.runner.buckets import Bucket
+from jaxpaged.runner.inputs import NUM_OPTIONS, StepLayout
+from jaxpaged.step_plan import RowStart, StepPlan
+
+
+class Packer:
+    """Packs plans; keeps each row's sampling options, which a plan names only when they change."""
+
+    def __init__(self, buckets: list[Bucket], *, max_num_seqs: int, block_size: int):
+        self._layouts = {bucket: StepLayout.of(bucket, block_size) for bucket in buckets}
+        self._null_row = max_num_seqs
+        # The null row's options stay 0: greedy.
+        self._options = np.zeros((NUM_OPTIONS, max_num_seqs + 1), np.int32)
+        self._templates = {bucket: self._padding(bucket) for bucket in buckets}
+
+    def start_rows(self, starts: list[RowStart]) -> None:
+        """Takes over the options of sequences that were given a row."""
+        for start in starts:
+            floats = np.array([start.temperature, start.top_p, start.min_p], np.float32)
+            temperature, top_p, min_p = floats.view(np.int32)
+            words = np.array([start.seed >> 32, start.seed & 0xFFFFFFFF], np.int64)
+            high, low = words.astype(np.uint32).view(np.int32)
+            self._options[:, start.row] = (temperature, start.top_k, top_p, min_p, high, low)
+
+    def is_greedy(self, plan: StepPlan) -> bool:
+        """Whether every token of the plan is drawn with temperature 0."""
+        return not self._options[0, plan.sample_rows].any()
+
+    def pack(
+        self, plan: StepPlan, bucket: Bucket, updates: list[tuple[int, int, int]]
+    ) -> np.ndarray:
+        """Fills a fresh vector: the device may still read the one before.
+
+        Args:
+          updates: the plan's table updates, or as many of them as the layout holds.
+        """
+        packed = self._templates[bucket].copy()
+        parts = self._layouts[bucket].split(packed)
+        num_rows, num_samples = len(plan.rows), len(plan.sample_rows)
+        parts["num_decode_rows"][0] = plan.num_decode_rows
+        parts["token_ids"][plan.num_decode_rows : plan.num_tokens] = plan.token_ids
+        parts["rows"][:num_rows] = plan.rows
+        parts["q_lens"][:num_rows] = plan.q_lens
+        parts["kv_lens"][:num_rows] = plan.kv_lens
+        if updates:
+            columns = np.array(updates, np.int32).T
+            for name, column in zip(_UPDATE_PARTS, columns, strict=True):
+                parts[name][: len(updates)] = column
+        parts["sample_sources"][:num_samples] = plan.sample_sources
+        parts["sample_rows"][:num_samples] = plan.sample_rows
+        options = parts["sample_options"].reshape(NUM_OPTIONS, -1)
+        options[:, :num_samples] = self._options[:, plan.sample_rows]
+        return packed
+
+    def _padding(self, bucket: Bucket) -> np.ndarray:
+        layout = self._layouts[bucket]
+        packed = np.zeros(layout.size, np.int32)
+        parts = layout.split(packed)
+        for name in ("rows", "update_rows", "sample_rows"):
+            parts[name][:] = self._null_row
+        return packed
+
+
+_UPDATE_PARTS = ("update_rows", "update_idxs", "update_blocks")

@@ -1,0 +1,151 @@
+"""From settings and files to a runner that is ready: weights, pool size, compiled programs."""
+
+import logging
+import time
+from pathlib import Path
+
+import jax
+
+from jaxpaged.checkpoint.protocol import Checkpoint
+from jaxpaged.config import EngineConfig, ResolvedConfig
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.models.config import DTYPES, ModelConfig
+from jaxpaged.runner.runner import Runner
+from jaxpaged.runner.sharding import tensor_mesh
+from jaxpaged.runner.weights import Weights, load_weights
+from kernels_pallas.pool import pool_bytes_per_block
+
+logger = logging.getLogger(__name__)
+
+_CPU_MEMORY_BYTES = 4 * 2**30
+
+
+def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path) -> Runner:
+    """Loads the weights, sizes the pool and compiles.
+
+    Args:
+      cache_home: folder whose `xla` folder keeps compiled programs between starts.
+
+    Raises:
+      JaxpagedError: the model cannot be loaded, or does not fit as configured.
+    """
+    _keep_compiled_programs(cache_home / "xla")
+    model = ModelConfig.from_hf(checkpoint.config)
+    dtype = config.dtype or _default_dtype(model)
+    if dtype not in DTYPES:
+        raise InvalidFieldError("dtype", f"{dtype=} must be one of {', '.join(DTYPES)}")
+    start = time.monotonic()
+    weights = load_weights(
+        model,
+        checkpoint,
+        dtype=dtype,
+        mesh=tensor_mesh(config.tensor_parallel),
+        seed=config.seed,
+        random=config.load_format == "random",
+    )
+    megabytes = weights.num_bytes / 1e6
+    logger.info("loaded %.0f MB of weights in %.1f s", megabytes, time.monotonic() - start)
+    resolved = resolve_config(config, checkpoint.name, weights)
+    start = time.monotonic()
+    runner = Runner(weights, resolved)
+    runner.warm_up()
+    logger.info(
+        "%d blocks of %d tokens, context %d; ready to run after %.1f s of compiling",
+        resolved.num_blocks,
+        resolved.block_size,
+        resolved.max_model_len,
+        time.monotonic() - start,
+    )
+    return runner
+
+
+def resolve_config(config: EngineConfig, name: str, weights: Weights) -> ResolvedConfig:
+    """Decides everything that the user left open, from the model and the memory that is left.
+
+    Raises:
+      InvalidFieldError: a field is out of range, or `max_model_len` does not fit the pool.
+    """
+    model = weights.structure.config
+    on_cpu = jax.default_backend() == "cpu"
+    max_num_seqs = config.max_num_seqs or (8 if on_cpu else 256)
+    max_num_tokens = config.max_num_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    wanted_len = config.max_model_len or model.max_model_len
+    num_blocks = config.num_blocks or _num_blocks_that_fit(config, weights, max_num_tokens)
+    # More could never be in use at once, and an idle cache of that size is size enough.
+    if config.num_blocks is None:
+        num_blocks = min(num_blocks, max_num_seqs * -(-wanted_len // config.block_size))
+    return ResolvedConfig(
+        model=name,
+        vocab_size=model.vocab_size,
+        dtype=weights.structure.dtype,
+        kv_dtype=weights.structure.dtype,
+        max_model_len=_fitting_len(config, wanted_len, num_blocks),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        attention_impl=config.attention_impl,
+        tensor_parallel=config.tensor_parallel,
+        scheduling=config.scheduling,
+        overlap=config.overlap,
+    )
+
+
+def _fitting_len(config: EngineConfig, wanted_len: int, num_blocks: int) -> int:
+    """The context length: as wanted if the pool can hold it, else lowered if nobody asked for it."""
+    room = num_blocks * config.block_size
+    if wanted_len <= room:
+        return wanted_len
+    if config.max_model_len is not None:
+        raise InvalidFieldError(
+            "max_model_len",
+            f"max_model_len={config.max_model_len} needs "
+            f"{-(-wanted_len // config.block_size)} blocks of block_size={config.block_size}, but "
+            f"the pool has {num_blocks}: lower max_model_len to {room}, or raise num_blocks or "
+            f"memory_fraction",
+        )
+    logger.warning("max_model_len lowered from %d to %d: the pool's size", wanted_len, room)
+    return room
+
+
+def _num_blocks_that_fit(config: EngineConfig, weights: Weights, max_num_tokens: int) -> int:
+    """Blocks for what the weights and the largest step leave of the memory fraction."""
+    model = weights.structure.config
+    block_bytes = pool_bytes_per_block(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.head_dim,
+        dtype=weights.structure.dtype,
+    )
+    # A step's widest arrays: the MLP's and the head's, a few of each alive at once, in float32.
+    step_bytes = 4 * 4 * (max_num_tokens * model.intermediate_size + 8 * model.vocab_size)
+    limit = _memory_bytes() * config.tensor_parallel * config.memory_fraction
+    num_blocks = int((limit - weights.num_bytes - step_bytes) // block_bytes)
+    if num_blocks < 1:
+        raise InvalidFieldError(
+            "memory_fraction",
+            f"memory_fraction={config.memory_fraction} gives {limit / 1e9:.2f} GB, but weights and "
+            f"a step take {(weights.num_bytes + step_bytes) / 1e9:.2f} GB: raise memory_fraction, "
+            f"set num_blocks, or take a smaller model",
+        )
+    return num_blocks
+
+
+def _memory_bytes() -> int:
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return stats["bytes_limit"] if stats else _CPU_MEMORY_BYTES
+
+
+def _default_dtype(model: ModelConfig) -> str:
+    return "float32" if jax.default_backend() == "cpu" else model.dtype
+
+
+def _keep_compiled_programs(folder: Path) -> None:
+    """Turns JAX's persistent compilation cache on, unless the user has set it up."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,116 @@
+"""Turns a service object into gRPC handlers: parsing, errors as statuses, streams that close.
+
+The object has one method per RPC, named as in the proto file: `async (request, call) -> response`,
+or an async generator of responses. A method raises errors; it never meets a status code.
+"""
+
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from jaxpaged.convert import refuse_unknown_fields
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.server import grpc_errors
+
+_MAX_REQUEST_ID_LENGTH = 256  # errors carry it, and gRPC limits their size
+
+
+@dataclass(slots=True)
+class Call:
+    """One RPC. `request_id` is made here and replaced when the client chose one."""
+
+    context: grpc.aio.ServicerContext
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def adopt_request_id(self, request_id: str) -> None:
+        """Takes the client's id, if it gave one."""
+        if len(request_id) > _MAX_REQUEST_ID_LENGTH:
+            raise InvalidFieldError(
+                "request_id",
+                f"request_id has {len(request_id)} characters, more than {_MAX_REQUEST_ID_LENGTH}",
+            )
+        self.request_id = request_id or self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Unparsed:
+    """Bytes that are no message. Raising while gRPC parses would end the call as UNKNOWN."""
+
+    message: str
+
+
+UnaryMethod = Callable[[Message, Call], Awaitable[Message]]
+StreamMethod = Callable[[Message, Call], AsyncGenerator[Message]]
+
+
+def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+    """Handlers for every RPC of `service`, answered by the methods of `servicer`."""
+    handlers = {}
+    for method in service.methods:
+        parse = _parser(GetMessageClass(method.input_type))
+        function = getattr(servicer, method.name)
+        if method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                _stream(function), parse, _serialize
+            )
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                _unary(function), parse, _serialize
+            )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _parser(message_class: type[Message]) -> Callable[[bytes], Message | _Unparsed]:
+    def parse(data: bytes) -> Message | _Unparsed:
+        try:
+            return message_class.FromString(data)
+        except DecodeError:
+            name = message_class.DESCRIPTOR.full_name
+            return _Unparsed(f"the request's {len(data)} bytes are not a {name}")
+
+    return parse
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _checked(request: Message | _Unparsed) -> Message:
+    if isinstance(request, _Unparsed):
+        raise InvalidFieldError("request", request.message)
+    refuse_unknown_fields(request)
+    return request
+
+
+def _unary(method: UnaryMethod) -> Callable:
+    async def answer(
+        request: Message | _Unparsed, context: grpc.aio.ServicerContext
+    ) -> Message | None:
+        call = Call(context)
+        try:
+            return await method(_checked(request), call)
+        except Exception as error:
+            return await grpc_errors.abort(context, error, call.request_id)
+
+    return answer
+
+
+def _stream(method: StreamMethod) -> Callable:
+    async def answer(request: Message | _Unparsed, context: grpc.aio.ServicerContext) -> None:
+        call = Call(context)
+        try:
+            # Written here rather than yielded to gRPC: when a call is cancelled while a message
+            # is being written, gRPC would leave the generator open, and its request running.
+            async with aclosing(method(_checked(request), call)) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except Exception as error:
+            await grpc_errors.abort(context, error, call.request_id)
+
+    return answer

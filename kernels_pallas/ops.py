@@ -1,0 +1,138 @@
+"""The operations: one function each, one signature on every platform.
+
+`impl` names an implementation; None takes the platform's own. A named one never falls back: what
+it cannot do raises NotImplementedError with every reason.
+"""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from kernels_pallas import checks, reference, xla
+from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.pool import KVPool
+from kernels_pallas.tuning import AttentionTuning, default_tuning
+
+IMPLEMENTATIONS = ("xla", "reference", "hopper", "tpu")
+# A platform that is not here takes "xla" too, which runs anywhere.
+PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+
+
+def paged_attention(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k_new: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v_new: Float[Array, "num_tokens num_kv_heads head_dim"],
+    pool: KVPool,
+    layer: int | Int32[Array, ""],
+    metadata: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " num_q_heads"] | None = None,
+    impl: str | None = None,
+    tuning: AttentionTuning | None = None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+    """Writes the new K and V of one layer into their slots, then attends, causally, row by row.
+
+    Where num_tokens equals num_rows, every row must have at most one token.
+
+    Args:
+      q: query head h reads KV head h // (num_q_heads // num_kv_heads).
+      pool: donate it to update it in place.
+      layer: in 0 .. num_layers - 1; may be traced.
+      sm_scale, window, soft_cap: see `AttentionOptions`.
+      sinks: one more logit for each head, neither scaled nor capped, that takes probability but
+        has no value.
+      impl: one of IMPLEMENTATIONS, or None.
+      tuning: None = what suits the implementation.
+
+    Returns:
+      The output, zeros for padding tokens, and the pool with the new K and V.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit.
+      NotImplementedError: the implementation cannot do this; the message has every reason.
+    """
+    options = AttentionOptions(sm_scale, window, soft_cap)
+    tuning = tuning or default_tuning(pool.block_size)
+    checks.check_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
+    name = impl or PLATFORM_IMPLEMENTATIONS.get(jax.default_backend(), "xla")
+    reasons = _unsupported(name, q, pool)
+    if reasons:
+        raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
+    if name == "reference":
+        return _reference(q, k_new, v_new, pool, layer, metadata, options, sinks)
+    return xla.paged_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
+
+
+def copy_blocks(
+    pool: KVPool, sources: Int32[Array, " num_copies"], destinations: Int32[Array, " num_copies"]
+) -> KVPool:
+    """Copies K and V of whole blocks, in all layers, all reads before all writes.
+
+    Args:
+      sources, destinations: block ids; padding pairs are (0, 0), no other destination twice.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+    """
+    checks.check_copy(sources, destinations)
+    return _copy_blocks(pool, sources, destinations)
+
+
+def _unsupported(name: str, q: Array, pool: KVPool) -> list[str]:
+    """Every reason why the implementation cannot do it; ValueError for an unknown name."""
+    platform = jax.default_backend()
+    if name == "xla":
+        return xla.unsupported(q, pool)
+    if name == "reference":
+        return [] if platform == "cpu" else [f"{platform=} is not cpu"]
+    if name in ("hopper", "tpu"):
+        wanted = "gpu" if name == "hopper" else "tpu"
+        reasons = ["this version has no such kernel yet"]
+        return reasons if platform == wanted else [*reasons, f"{platform=} is not {wanted}"]
+    raise ValueError(f"impl={name!r} must be one of {IMPLEMENTATIONS} or None")
+
+
+def _reference(
+    q: Array,
+    k_new: Array,
+    v_new: Array,
+    pool: KVPool,
+    layer: int | Array,
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    sinks: Array | None,
+) -> tuple[Array, KVPool]:
+    """Calls the oracle on the host, so that it can stand in for a kernel inside a jitted step."""
+
+    def on_host(q, k_new, v_new, k_blocks, v_blocks, metadata, sinks):
+        arrays = jax.tree.map(np.asarray, (q, k_new, v_new, k_blocks, v_blocks, metadata, sinks))
+        q, k_new, v_new, k_blocks, v_blocks, metadata, sinks = arrays
+        k_blocks, v_blocks = reference.write_kv_reference(
+            k_blocks, v_blocks, k_new, v_new, metadata.slot_mapping
+        )
+        out = reference.paged_attention_reference(
+            q,
+            k_blocks,
+            v_blocks,
+            metadata.block_tables,
+            metadata.q_lens,
+            metadata.kv_lens,
+            sm_scale=options.sm_scale,
+            window=options.window,
+            soft_cap=options.soft_cap,
+            sinks=sinks,
+        )
+        return out.astype(q.dtype), k_blocks, v_blocks
+
+    k_blocks, v_blocks = pool.layer_kv(layer)
+    shapes = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (q, k_blocks, v_blocks)
+    )
+    out, k_blocks, v_blocks = jax.pure_callback(
+        on_host, shapes, q, k_new, v_new, k_blocks, v_blocks, metadata, sinks
+    )
+    return out, pool.with_layer_kv(layer, k_blocks, v_blocks)

@@ -1,0 +1,165 @@
+"""Flags become the fields they are named after, and nothing else."""
+
+import argparse
+import sys
+from types import ModuleType
+
+import pytest
+
+from jaxpaged.cli import main
+from jaxpaged.cli.flags import (
+    add_engine_flags,
+    add_prompt_flags,
+    add_sampling_flags,
+    engine_fields,
+    prompt_of,
+    sampling_params_of,
+)
+from jaxpaged.cli.printing import pool_picture
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import CheckpointError
+from jaxpaged.outputs import BlockState, Delta
+from jaxpaged.request import FinishReason
+from jaxpaged.sampling_params import ChatPrompt, SamplingParams
+
+
+def parse_engine(*arguments: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    return EngineConfig(**engine_fields(parser.parse_args(arguments)))
+
+
+def parse_sampling(*arguments: str) -> SamplingParams:
+    parser = argparse.ArgumentParser()
+    add_sampling_flags(parser)
+    return sampling_params_of(parser.parse_args(arguments))
+
+
+def test_engine_flags_default_to_the_config():
+    assert parse_engine("m") == EngineConfig("m")
+
+
+def test_engine_flags_set_every_field():
+    config = parse_engine(
+        *("m", "--dtype", "float32", "--max-model-len", "9", "--block-size", "8"),
+        *("--num-blocks", "5", "--memory-fraction", "0.5", "--max-num-seqs", "2"),
+        *("--max-num-tokens", "32", "--no-enable-prefix-caching", "--load-format", "random"),
+        *("--generation-config", "none", "--attention-impl", "xla", "--tensor-parallel", "2"),
+        *("--scheduling", "priority", "--no-overlap", "--seed", "3"),
+        *("--max-queued-requests", "7"),
+    )
+    assert config == EngineConfig(
+        "m", "float32", 9, 8, 5, 0.5, 2, 32, False, "random", "none", "xla", 2, "priority", False,
+        3, 7,
+    )  # fmt: skip
+
+
+def test_sampling_flags_keep_presence():
+    assert parse_sampling() == SamplingParams()
+    assert parse_sampling("--temperature", "0", "--seed", "0") == SamplingParams(
+        temperature=0.0, seed=0
+    )
+
+
+def test_sampling_flags_of_every_shape():
+    params = parse_sampling(
+        *("--stop", "a", "--stop", "b", "--stop-token-ids", "1", "--stop-token-ids", "2"),
+        *("--logit-bias", "5:-1.5", "--logit-bias", "6:2", "--allowed-token-ids", "4"),
+        *("--no-skip-special-tokens", "--ignore-eos", "--cache-salt", "s", "--top-p", "0.5"),
+    )
+    assert params == SamplingParams(
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        logit_bias={5: -1.5, 6: 2.0},
+        allowed_token_ids=[4],
+        skip_special_tokens=False,
+        ignore_eos=True,
+        cache_salt="s",
+        top_p=0.5,
+    )
+
+
+def test_prompt_flags():
+    parser = argparse.ArgumentParser()
+    add_prompt_flags(parser)
+    assert prompt_of(parser.parse_args(["x"])) == "x"
+    chat = prompt_of(parser.parse_args(["x", "--chat", "--system", "s"]))
+    assert chat == ChatPrompt(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    )
+    with pytest.raises(ValueError, match="--system needs --chat"):
+        prompt_of(parser.parse_args(["x", "--system", "s"]))
+
+
+class FakeLLM:
+    """LLM as `jaxpaged generate` uses it."""
+
+    def __init__(self, **fields: object) -> None:
+        if fields["model"] == "broken":
+            raise CheckpointError("no config.json")
+        self.fields = fields
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def stream(self, prompt: str, params: SamplingParams):
+        seeds = f"{self.fields['seed']}/{params.seed}"
+        yield Delta(0, f"{prompt} ", [1])
+        yield Delta(0, seeds, [2], FinishReason.EOS)
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("jaxpaged.llm")
+    vars(module)["LLM"] = FakeLLM
+    monkeypatch.setitem(sys.modules, "jaxpaged.llm", module)
+    # Set for the duration of the test; the command only fills it in when it is absent.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+
+def test_generate_streams_and_keeps_the_two_seeds_apart(
+    fake_llm: None, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "m", "hi", "--seed", "3", "--engine-seed", "4"]) == 0
+    assert capsys.readouterr().out == "hi 4/3\n"
+
+
+def test_generate_with_a_broken_model_is_one_line(
+    fake_llm: None, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["generate", "broken", "hi"]) == 1
+    assert capsys.readouterr().err == "jaxpaged: no config.json\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["client", "a:1"], "give a PROMPT or --stats"),
+        (["client", "a:1", "--stats"], "--stats needs --admin-address"),
+    ],
+)
+def test_client_says_what_is_missing(arguments, message: str, capsys):
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["unknown"], ["serve"], ["generate", "m", "x", "--top-k", "a"]]
+)
+def test_wrong_usage_exits_with_2(arguments, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: jaxpaged" in capsys.readouterr().err
+
+
+def test_pool_picture_counts_the_free_end():
+    full, part = BlockState(1, 16, True), BlockState(1, 3, False)
+    cached, free = BlockState(0, 16, True), BlockState(0, 0, False)
+    assert pool_picture([free, full, part, cached, free], 16) == ["·█▒░·"]
+    picture = pool_picture([cached] * 65 + [free] * 135, 16)
+    assert picture == ["░" * 64, "░" + "·" * 63, "... and 72 more blocks"]
+    assert pool_picture([], 16) == []

@@ -1,0 +1,132 @@
+"""Models through `forward` against the NumPy oracle, and the promises about rows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.numpy_model import numpy_logits
+from helpers.tiny_models import (
+    Row,
+    hf_config,
+    make_pool,
+    pack,
+    prompt_logits,
+    random_checkpoint,
+    run_step,
+    tiny_config,
+)
+
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.models.llama import CausalLM, DecoderLayer
+from jaxpaged.runner.sharding import tensor_mesh
+from jaxpaged.runner.weights import load_weights
+
+PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 95, 0, 12, 5, 30]
+WINDOWED = {"sliding_window": 4, "use_sliding_window": True}
+
+
+def load(config, checkpoint=None, **options):
+    checkpoint = checkpoint or random_checkpoint(config)
+    return load_weights(config, checkpoint, dtype="float32", mesh=tensor_mesh(1), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, "scan"),
+        ({"tie_word_embeddings": True, "num_key_value_heads": 1}, "scan"),
+        ({"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8}, "scan"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32}, "sliced"),
+        ({"model_type": "mistral", "sliding_window": 5}, "scan"),
+        ({"model_type": "qwen2", "max_window_layers": 1} | WINDOWED, "scan"),
+        ({"model_type": "qwen2", "max_window_layers": 2} | WINDOWED, "flat"),
+        ({"model_type": "qwen3", "head_dim": 10}, "scan"),
+    ],
+)
+def test_logits_are_the_oracles(changes, layout):
+    raw = hf_config(**changes)
+    config = ModelConfig.from_hf(raw)
+    checkpoint = random_checkpoint(config)
+    expected = numpy_logits(raw, checkpoint.tensors, PROMPT, config.layer_windows)
+    found = prompt_logits(load(config, checkpoint, layout=layout), PROMPT, tensor_mesh(1))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_the_oracle_sees_the_window():
+    raw = hf_config(model_type="mistral", sliding_window=5)
+    checkpoint = random_checkpoint(ModelConfig.from_hf(raw))
+    unlimited = numpy_logits(raw, checkpoint.tensors, PROMPT)
+    windowed = numpy_logits(raw, checkpoint.tensors, PROMPT, [5, 5, 5])
+    np.testing.assert_allclose(unlimited[:5], windowed[:5], atol=1e-12)
+    assert np.abs(unlimited[5:] - windowed[5:]).max() > 0.01
+
+
+def test_the_plain_module_gives_the_same():
+    config = tiny_config(model_type="qwen3")
+    rngs = nnx.Rngs(0)
+    layers = [DecoderLayer(config, None, "float32", rngs=rngs) for _ in range(3)]
+    model = CausalLM(config, layers, "float32", rngs=rngs)
+    weights = load(config, layout="flat")
+    structure = weights.structure
+    for layer, arrays in enumerate(weights.groups[0]):
+        rebuilt = structure.groups[0].structure.rebuild(arrays)
+        nnx.update(model.layers[layer], nnx.state(rebuilt))
+    outer = structure.outer.rebuild(weights.outer)
+    for name in ("embedding", "norm", "head"):
+        nnx.update(getattr(model, name), nnx.state(getattr(outer, name)))
+    inputs = pack([Row(PROMPT, range(1, 5))], num_tokens=14, num_rows=1)
+    pool = make_pool(config, tensor_mesh(1))
+    found, _ = model(
+        inputs.token_ids, inputs.positions, pool, inputs.metadata, inputs.logit_positions
+    )
+    expected, _ = run_step(weights, inputs, pool)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_chunks_and_decodes_equal_one_prefill():
+    """A row decodes while another's prompt comes in chunks of 5, 1 and 7 tokens."""
+    config = tiny_config(attention_bias=True)
+    weights = load(config)
+    whole = prompt_logits(weights, PROMPT, tensor_mesh(1))
+    pool = make_pool(config, tensor_mesh(1))
+    other = PROMPT[::-1]
+    other_whole = prompt_logits(weights, other, tensor_mesh(1))
+    start = pack([Row(other[:9], [9, 2, 7, 4])], num_tokens=16, num_rows=4)
+    _, pool = run_step(weights, start, pool)
+    done = 0
+    for step, count in enumerate([5, 1, 7]):
+        decode = Row([other[9 + step]], [9, 2, 7, 4], 9 + step)
+        chunk = Row(PROMPT[done : done + count], [1, 8, 3, 5], done)
+        done += count
+        inputs = pack([decode, chunk], num_tokens=16, num_rows=4)
+        logits, pool = run_step(weights, inputs, pool)
+        np.testing.assert_allclose(logits[0], other_whole[9 + step], atol=1e-5)
+        np.testing.assert_allclose(logits[1], whole[done - 1], atol=1e-5)
+
+
+def test_padding_and_neighbours_change_nothing():
+    config = tiny_config()
+    weights = load(config)
+    pool = make_pool(config, tensor_mesh(1))
+    _, pool = run_step(weights, pack([Row(PROMPT, [3, 1, 4, 6])], num_tokens=16, num_rows=1), pool)
+    row = Row([7], [3, 1, 4, 6], len(PROMPT))
+    neighbours = [Row([token], [8 + token], 0) for token in (1, 2)]
+    found = []
+    for rows, size in [([row], 4), ([row], 8), ([*neighbours, row], 4), ([row, *neighbours], 8)]:
+        inputs = pack(rows, num_tokens=size, num_rows=size)
+        logits, _ = run_step(weights, inputs, pool)
+        found.append(logits[rows.index(row)])
+    for logits in found[1:]:
+        np.testing.assert_allclose(logits, found[0], atol=1e-5)
+
+
+def test_only_the_positions_asked_for():
+    config = tiny_config(tie_word_embeddings=True)
+    weights = load(config)
+    inputs = pack([Row(PROMPT, range(1, 5))], num_tokens=16, num_rows=4)
+    logits, _ = run_step(weights, inputs, make_pool(config, tensor_mesh(1)))
+    assert logits.shape == (4, config.vocab_size)
+    assert logits.dtype == jnp.float32
+    whole = prompt_logits(weights, PROMPT, tensor_mesh(1))
+    np.testing.assert_allclose(logits[0], whole[-1], atol=1e-5)
+    assert np.abs(whole[-1] - whole[-2]).max() > 0.1

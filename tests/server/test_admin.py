@@ -1,0 +1,158 @@
+"""AdminService, health and reflection, and a server that is still loading."""
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from helpers.fake_async_llm import STATS
+from helpers.running_server import Running, with_server
+
+from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.lifecycle import Server
+from jaxpaged.v1 import admin_pb2
+from jaxpaged.v1 import inference_pb2 as pb
+
+NAMES = ("", "jaxpaged.v1.InferenceService", "jaxpaged.v1.AdminService")
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def test_stats_with_and_without_blocks():
+    async def body(running: Running) -> None:
+        response = await running.admin.GetStats(admin_pb2.GetStatsRequest())
+        for field in admin_pb2.EngineStats.DESCRIPTOR.fields:
+            assert getattr(response.stats, field.name) == getattr(STATS, field.name)
+        assert len(response.blocks) == 0
+        response = await running.admin.GetStats(admin_pb2.GetStatsRequest(include_blocks=True))
+        assert [b.references for b in response.blocks] == [0, 2, 1]
+        assert [b.used_slots for b in response.blocks] == [0, 16, 5]
+        assert [b.cached for b in response.blocks] == [False, True, False]
+
+    with_server(body)
+
+
+def test_watch_stats_repeats_until_cancelled():
+    async def body(running: Running) -> None:
+        request = admin_pb2.WatchStatsRequest(interval={"nanos": 20_000_000})
+        call = running.admin.WatchStats(request)
+        assert [(await call.read()).stats.steps for _ in range(3)] == [STATS.steps] * 3
+        call.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="at least"):
+            await running.admin.WatchStats(admin_pb2.WatchStatsRequest(interval={})).read()
+
+    with_server(body)
+
+
+def test_abort_answers_the_ids_that_ran_and_reset_counts_blocks():
+    async def body(running: Running) -> None:
+        running.llm.running = {"a"}
+        request = admin_pb2.AbortRequest(request_ids=["a", "never"])
+        assert list((await running.admin.Abort(request)).aborted_request_ids) == ["a"]
+        response = await running.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+        assert response.forgotten_blocks == 3
+
+    with_server(body)
+
+
+def test_drain_and_update_weights_are_refused_by_name():
+    async def body(running: Running) -> None:
+        for call in (
+            running.admin.Drain(admin_pb2.DrainRequest()),
+            running.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="not supported") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    with_server(body)
+
+
+def test_admin_calls_are_not_on_the_inference_port():
+    async def body(running: Running) -> None:
+        call = running.channel.unary_unary("/jaxpaged.v1.AdminService/GetStats")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    with_server(body)
+
+
+def test_health_answers_while_streams_run():
+    async def body(running: Running) -> None:
+        running.llm.hold.clear()
+        streams = [running.stub.Stream(pb.StreamRequest(request={"text": "x"})) for _ in range(20)]
+        for stream in streams:
+            await stream.initial_metadata()
+        for channel in (running.channel, running.admin_channel):
+            stub = health_pb2_grpc.HealthStub(channel)
+            for name in NAMES:
+                request = health_pb2.HealthCheckRequest(service=name)
+                assert (await _answer(stub.Check(request))).status == SERVING
+        for stream in streams:
+            stream.cancel()
+
+    with_server(body)
+
+
+def test_a_loading_server_is_not_ready_but_answers():
+    async def body(running: Running) -> None:
+        stub = health_pb2_grpc.HealthStub(running.channel)
+        for name in NAMES:
+            response = await _answer(stub.Check(health_pb2.HealthCheckRequest(service=name)))
+            assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for call in (
+            running.stub.Generate(pb.GenerateRequest(text="x")),
+            running.stub.GetModelInfo(pb.GetModelInfoRequest()),
+            running.admin.GetStats(admin_pb2.GetStatsRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="loading") as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    with_server(body, is_loaded=False)
+
+
+def test_reflection_lists_the_services_and_their_files():
+    async def body(running: Running) -> None:
+        for channel, name in zip((running.channel, running.admin_channel), NAMES[1:], strict=True):
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            requests = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol=name),
+            ]
+            listed, found = [r async for r in stub.ServerReflectionInfo(iter(requests))]
+            services = {s.name for s in listed.list_services_response.service}
+            assert {name, "grpc.health.v1.Health"} <= services
+            protos = found.file_descriptor_response.file_descriptor_proto
+            file = FileDescriptorProto.FromString(protos[0])
+            assert file.package == "jaxpaged.v1"
+
+    with_server(body)
+
+
+def test_a_port_in_use_is_one_clear_line():
+    async def body(running: Running) -> None:
+        for ports in (
+            {"port": running.server.port, "admin_port": 0},
+            {"port": 0, "admin_port": running.server.admin_port},
+        ):
+            with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: .* in use$"):
+                Server(ServerConfig(**ports))
+
+    with_server(body)
+
+
+def test_messages_above_the_limit_are_refused():
+    async def body(running: Running) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running.stub.Generate(pb.GenerateRequest(text="x" * 3000))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await running.stub.Generate(pb.GenerateRequest(text="x"))
+
+    with_server(body, max_request_bytes=2000)
+
+
+async def _answer(call):
+    return await asyncio.wait_for(call, timeout=10)
