@@ -9,7 +9,7 @@ collected, so that the device never waits for the host. Both loops give the same
 import logging
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
@@ -23,25 +23,25 @@ from jaxpaged.step_plan import StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 
-class StepRunner[HandleT](Protocol):
-    """What the engine needs of a runner."""
+class StepRunner(Protocol):
+    """What the engine needs of a runner; only the runner looks into its handles."""
 
     @property
     def num_compiles_after_warmup(self) -> int: ...
 
-    def dispatch(self, plan: StepPlan) -> HandleT: ...
+    def dispatch(self, plan: StepPlan) -> Any: ...
 
-    def collect(self, handle: HandleT) -> StepResult: ...
+    def collect(self, handle: Any) -> StepResult: ...
 
     def reset(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Engine[HandleT]:
+class Engine:
     """Scheduler and runner, driven one step at a time by one thread."""
 
-    def __init__(self, config: ResolvedConfig, runner: StepRunner[HandleT]):
+    def __init__(self, config: ResolvedConfig, runner: StepRunner):
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(
@@ -55,7 +55,7 @@ class Engine[HandleT]:
                 scheduling=config.scheduling,
             )
         )
-        self._in_flight: tuple[StepPlan, HandleT] | None = None
+        self._in_flight: tuple[StepPlan, Any] | None = None
         self._num_prompt_tokens = 0
         self._num_cached_prompt_tokens = 0
         self._num_completion_tokens = 0

@@ -39,7 +39,7 @@ make_environment() {
     "$python" -m venv --clear "$folder" || die "could not make $folder with $python"
   fi
   echo "installing into $folder: $* (minutes the first time)"
-  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@" \
     || die "pip could not install $* into $folder (its message is above)"
   touch "$stamp"
 }

@@ -17,10 +17,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
-def models_folder() -> Path:
-    """Where scripts/fetch_model puts models: $JAXPAGED_HOME/models, else in the user's cache."""
+def home_folder() -> Path:
+    """What jaxpaged keeps between runs lies here: $JAXPAGED_HOME, else in the user's cache."""
     home = os.environ.get("JAXPAGED_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "jaxpaged") / "models"
+    return Path(home) if home else Path.home() / ".cache" / "jaxpaged"
+
+
+def models_folder() -> Path:
+    """Where scripts/fetch_model puts models."""
+    return home_folder() / "models"
 
 
 def locate(model: str, load_format: LoadFormat = "auto") -> Checkpoint:

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (makes NumPy, and so safetensors, know bfloat16)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 

@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Streams an answer from a server to stdout.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="the server, as HOST:PORT")
-    add_prompt_flags(parser, nargs="?")
+    add_prompt_flags(parser)
     parser.add_argument("--stats", action="store_true", help="then print what the block pool did")
     parser.add_argument(
         "--admin-address", metavar="HOST:PORT", help="the server's admin port, for --stats"
@@ -34,15 +34,12 @@ def run(options: argparse.Namespace) -> int:
 
     from jaxpaged.client import Client
 
-    if options.prompt is None and not options.stats:
-        raise ValueError("nothing to do: give a PROMPT or --stats")
     if options.stats and options.admin_address is None:
         raise ValueError("--stats needs --admin-address")
     try:
         with Client(options.address, options.admin_address) as client:
-            if options.prompt is not None:
-                params = sampling_params_of(options)
-                print_deltas(client.stream(prompt_of(options), params), params.n or 1)
+            params = sampling_params_of(options)
+            print_deltas(client.stream(prompt_of(options), params), params.n or 1)
             if options.stats:
                 print_stats(client.stats(), client.block_states())
     except grpc.RpcError as error:

@@ -86,8 +86,8 @@ def limit_device_memory(memory_fraction: float) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory_fraction))
 
 
-def add_prompt_flags(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", nargs=nargs, help="text to continue")
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message of a chat"
     )

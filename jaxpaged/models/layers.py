@@ -2,7 +2,8 @@
 
 A parameter says how it is shared among devices: `shard_axis` is the axis that is cut (None: every
 device has all of it), `num_parts` how many matrices lie side by side on that axis, so that each is
-cut on its own. Sizes of a share are read off the parameters, never from the config.
+cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
+(`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
 """
 
 import math
@@ -14,11 +15,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 
-def _normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, scale: float, mean: float = 0.0
-) -> Array:
+def _parameter(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    *,
+    init_scale: float,
+    init_mean: float = 0.0,
+    shard_axis: int | None = None,
+    num_parts: int = 1,
+) -> nnx.Param[Array]:
+    """A parameter with normally distributed initial values, marked as the module's text says."""
     noise = jax.random.normal(rngs.params(), shape, jnp.float32)
-    return (mean + scale * noise).astype(dtype)
+    return nnx.Param(
+        (init_mean + init_scale * noise).astype(dtype),
+        init_mean=init_mean,
+        init_scale=init_scale,
+        shard_axis=shard_axis,
+        num_parts=num_parts,
+    )
 
 
 class RMSNorm(nnx.Module):
@@ -26,9 +41,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, eps: float, dtype: DTypeLike, *, rngs: nnx.Rngs):
         self.eps = eps
-        self.scale = nnx.Param(
-            _normal(rngs, (size,), dtype, 0.1, mean=1.0), shard_axis=None, num_parts=1
-        )
+        self.scale = _parameter(rngs, (size,), dtype, init_scale=0.1, init_mean=1.0)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         wide = x.astype(jnp.float32)
@@ -58,15 +71,20 @@ class Linear(nnx.Module):
         num_parts: int = 1,
         rngs: nnx.Rngs,
     ):
-        scale = 1 / math.sqrt(in_size)
-        self.kernel = nnx.Param(
-            _normal(rngs, (in_size, out_size), dtype, scale),
+        self.kernel = _parameter(
+            rngs,
+            (in_size, out_size),
+            dtype,
+            init_scale=2 / math.sqrt(in_size),
             shard_axis=shard_axis,
             num_parts=num_parts,
         )
         self.bias = (
-            nnx.Param(
-                _normal(rngs, (out_size,), dtype, 0.1),
+            _parameter(
+                rngs,
+                (out_size,),
+                dtype,
+                init_scale=0.1,
                 shard_axis=0 if shard_axis == 1 else None,
                 num_parts=num_parts,
             )
@@ -91,10 +109,9 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: DTypeLike, *, rngs: nnx.Rngs):
         self.vocab_size = vocab_size
-        self.table = nnx.Param(
-            _normal(rngs, (vocab_size, hidden_size), dtype, 1 / math.sqrt(hidden_size)),
-            shard_axis=0,
-            num_parts=1,
+        scale = 1 / math.sqrt(hidden_size)
+        self.table = _parameter(
+            rngs, (vocab_size, hidden_size), dtype, init_scale=scale, shard_axis=0
         )
 
     def __call__(

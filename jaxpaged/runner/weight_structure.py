@@ -26,13 +26,16 @@ class Parameter:
     Attributes:
       path: dotted path in the module.
       shape: whole, all devices together.
-      shard_axis, num_parts: see `models.layers`.
+      shard_axis, num_parts, init_mean, init_scale: see `models.layers`.
+      spec: where it is cut.
     """
 
     path: str
     shape: tuple[int, ...]
     shard_axis: int | None
     num_parts: int
+    init_mean: float
+    init_scale: float
     spec: PartitionSpec
 
 
@@ -40,17 +43,12 @@ class ModuleStructure[ModuleT: nnx.Module]:
     """A module without its arrays: what it takes to rebuild it from a tuple of them."""
 
     def __init__(self, make: Callable[[nnx.Rngs], ModuleT], num_devices: int):
-        self.make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self._graphdef, state = nnx.split(abstract)
         _, self._treedef = jax.tree.flatten(state)
         self.parameters = tuple(
             _parameter(path, variable, num_devices) for path, variable in nnx.to_flat_state(state)
         )
-
-    def arrays_of(self, module: ModuleT) -> tuple[jax.Array, ...]:
-        """The module's arrays in the order of `parameters`."""
-        return tuple(jax.tree.leaves(nnx.state(module)))
 
     def rebuild(self, arrays: Sequence[jax.Array]) -> ModuleT:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, arrays))
@@ -64,6 +62,8 @@ def _parameter(path: tuple[Any, ...], variable: Any, num_devices: int) -> Parame
         shape=shape,
         shard_axis=shard_axis,
         num_parts=metadata["num_parts"],
+        init_mean=metadata["init_mean"],
+        init_scale=metadata["init_scale"],
         spec=partition_spec(shape, shard_axis, num_devices),
     )
 

@@ -11,16 +11,17 @@ Layouts (`WeightStructure.layout`); a group is a run of layers with the same str
 """
 
 import logging
+import math
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -33,7 +34,6 @@ from jaxpaged.runner.weight_structure import (
     PLATFORM_LAYOUTS,
     LayerGroup,
     Layout,
-    ModuleStructure,
     Parameter,
     WeightStructure,
 )
@@ -109,8 +109,9 @@ def load_weights(
 
 def weight_specs(structure: WeightStructure) -> Weights:
     """Weights whose leaves are the PartitionSpec of each array: what `shard_map` wants."""
+    outer: Any = tuple(parameter.spec for parameter in structure.outer.parameters)
     return Weights(
-        outer=tuple(parameter.spec for parameter in structure.outer.parameters),
+        outer=outer,
         groups=tuple(_group_specs(structure.layout, group) for group in structure.groups),
         structure=structure,
     )
@@ -202,31 +203,40 @@ class _Loader:
 
 
 def _random_weights(structure: WeightStructure, seed: int) -> Weights:
-    """The modules' own initial values: the same for every layout and number of devices."""
+    """Normal values as the parameters ask for: the same in every layout and on any devices."""
     words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
     key = jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
-    mesh = structure.mesh
 
-    def init(module: ModuleStructure, number: jax.Array) -> tuple[jax.Array, ...]:
-        made = module.make(nnx.Rngs(params=jax.random.fold_in(key, number)))
-        arrays = zip(module.arrays_of(made), module.parameters, strict=True)
-        return tuple(_regroup(array, parameter, mesh.size) for array, parameter in arrays)
+    def draw(parameters: tuple[Parameter, ...], number: jax.Array) -> tuple[jax.Array, ...]:
+        # why one draw: the generator compiles slowly, so it should not stand there per parameter
+        sizes = [math.prod(parameter.shape) for parameter in parameters]
+        noise = jax.random.normal(jax.random.fold_in(key, number), (sum(sizes),), jnp.float32)
+        pieces = jnp.split(noise, np.cumsum(sizes)[:-1])
+        arrays = zip(pieces, parameters, strict=True)
+        return tuple(_shape_noise(piece, parameter, structure) for piece, parameter in arrays)
 
-    def init_group(group: LayerGroup) -> GroupArrays:
+    def draw_group(group: LayerGroup, specs: GroupArrays) -> GroupArrays:
         numbers = jnp.arange(group.start + 1, group.stop + 1)
+        draw_layer = partial(draw, group.structure.parameters)
         if structure.layout == "flat":
-            return tuple(init(group.structure, number) for number in numbers)
-        return jax.vmap(lambda number: init(group.structure, number))(numbers)
+            jitted = jax.jit(draw_layer, out_shardings=_shardings(structure.mesh, specs[0]))
+            return tuple(jitted(number) for number in numbers)
+        draw_stacked = partial(jax.lax.map, draw_layer)
+        return jax.jit(draw_stacked, out_shardings=_shardings(structure.mesh, specs))(numbers)
 
     specs = weight_specs(structure)
-    make_outer = jax.jit(
-        lambda: init(structure.outer, jnp.int32(0)), out_shardings=_shardings(mesh, specs.outer)
+    draw_outer = jax.jit(
+        partial(draw, structure.outer.parameters),
+        out_shardings=_shardings(structure.mesh, specs.outer),
     )
-    groups = tuple(
-        jax.jit(lambda group=group: init_group(group), out_shardings=_shardings(mesh, spec))()
-        for group, spec in zip(structure.groups, specs.groups, strict=True)
-    )
-    return Weights(make_outer(), groups, structure)
+    pairs = zip(structure.groups, specs.groups, strict=True)
+    groups = tuple(draw_group(group, group_specs) for group, group_specs in pairs)
+    return Weights(draw_outer(jnp.int32(0)), groups, structure)
+
+
+def _shape_noise(noise: jax.Array, parameter: Parameter, structure: WeightStructure) -> jax.Array:
+    values = parameter.init_mean + parameter.init_scale * noise.reshape(parameter.shape)
+    return _regroup(values.astype(structure.dtype), parameter, structure.mesh.size)
 
 
 def _shardings(mesh: Mesh, specs: GroupArrays) -> GroupArrays:

@@ -31,6 +31,9 @@ class Roster:
     def add(self, source: EngineRequest) -> None:
         """Queues a request. Its id must be new among those that have not ended."""
         assert source.request_id not in self.requests, f"{source.request_id=} runs already"
+        # One that never fits would wait at the head of the queue for ever, all others behind it.
+        num_prompt, limit = len(source.prompt_token_ids), self._config.max_model_len
+        assert 0 < num_prompt < limit, f"{num_prompt=} must be at least 1 and less than {limit=}"
         request = Request(source, self._num_arrived)
         self._num_arrived += 1
         self.requests[source.request_id] = request

@@ -4,7 +4,6 @@ The object has one method per RPC, named as in the proto file: `async (request, 
 or an async generator of responses. A method raises errors; it never meets a status code.
 """
 
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from jaxpaged.convert import refuse_unknown_fields
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.server import grpc_errors
-
-_MAX_REQUEST_ID_LENGTH = 256  # errors carry it, and gRPC limits their size
+from jaxpaged.validation import check_request_id
 
 
 @dataclass(slots=True)
@@ -26,16 +24,7 @@ class Call:
     """One RPC. `request_id` is made here and replaced when the client chose one."""
 
     context: grpc.aio.ServicerContext
-    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def adopt_request_id(self, request_id: str) -> None:
-        """Takes the client's id, if it gave one."""
-        if len(request_id) > _MAX_REQUEST_ID_LENGTH:
-            raise InvalidFieldError(
-                "request_id",
-                f"request_id has {len(request_id)} characters, more than {_MAX_REQUEST_ID_LENGTH}",
-            )
-        self.request_id = request_id or self.request_id
+    request_id: str = field(default_factory=lambda: check_request_id(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +94,8 @@ def _stream(method: StreamMethod) -> Callable:
     async def answer(request: Message | _Unparsed, context: grpc.aio.ServicerContext) -> None:
         call = Call(context)
         try:
-            # Written here rather than yielded to gRPC: when a call is cancelled while a message
-            # is being written, gRPC would leave the generator open, and its request running.
+            # Written here rather than yielded to gRPC, which would leave the generator of a
+            # cancelled call, and so its request, to the garbage collector.
             async with aclosing(method(_checked(request), call)) as messages:
                 async for message in messages:
                     await context.write(message)

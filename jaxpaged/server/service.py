@@ -19,6 +19,7 @@ from jaxpaged.outputs import Accepted
 from jaxpaged.sampling_params import MAX_N
 from jaxpaged.server.rpc import Call
 from jaxpaged.v1 import inference_pb2 as pb
+from jaxpaged.validation import check_request_id
 
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM
@@ -124,7 +125,7 @@ class InferenceService:
 
     def _admit(self, request: pb.GenerateRequest, call: Call) -> "AsyncLLM":
         """Checks what only the wire has, and settles the request id."""
-        call.adopt_request_id(request.request_id)
+        call.request_id = check_request_id(request.request_id)
         llm = self._loaded(request.model)
         if request.HasField("queue_timeout"):
             raise UnsupportedOptionError(

@@ -84,6 +84,10 @@ class Tokenizer:
             found = self._bytes_of[token_id] = self._to_bytes(token) if token is not None else b""
         return found
 
+    def max_token_bytes(self) -> int:
+        """Length of the longest token: no text of more bytes than n times this has n tokens."""
+        return max(len(self.token_bytes(i)) for i in range(self.vocab_size))
+
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The checkpoint's tokenizer, or None when it has no tokenizer files.

@@ -147,7 +147,7 @@ def test_other_rope_factors_are_refused(tmp_path: Path, tensors):
 
 
 def test_other_architectures_are_refused(tmp_path: Path):
-    with pytest.raises(UnsupportedOptionError, match="'mamba' is not supported, only .*llama"):
+    with pytest.raises(UnsupportedOptionError, match=r"'mamba' is not supported, only .*llama"):
         locate(str(write_gguf(tmp_path / "m.gguf", architecture="mamba")))
 
 

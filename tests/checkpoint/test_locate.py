@@ -51,7 +51,7 @@ def test_a_hub_id_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch):
         raise LocalEntryNotFoundError("no network\nand more lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelNotFoundError, match="not found on the hub: no network$"):
+    with pytest.raises(ModelNotFoundError, match=r"not found on the hub: no network$"):
         locate("owner/model")
 
 

@@ -1,6 +1,8 @@
 """Folders in Hugging Face form, whole and broken."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -45,6 +47,16 @@ def test_single_file_keeps_dtypes(folder: Path):
     np.testing.assert_array_equal(checkpoint.tensor("a"), A)
     assert checkpoint.tensor("b").dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(checkpoint.tensor("b"), B)
+
+
+def test_bfloat16_needs_nothing_imported_before(folder: Path):
+    save_file({"b": B}, folder / "model.safetensors")
+    code = (
+        "import sys; from jaxpaged.checkpoint import locate; print(locate(sys.argv[1]).tensor('b'))"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == str(B), result.stderr
 
 
 def test_a_single_file_may_have_any_name(folder: Path):

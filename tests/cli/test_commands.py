@@ -80,9 +80,9 @@ def test_client_streams_from_a_server_without_loading_jax():
         assert lines[0] == "".join(ANSWER)
         assert "blocks    4 of 64 in use, 3 free ones cached (16 tokens each)" in lines
         assert "·█▒" in lines
-        done = run(CLIENT, address, "hi", "--chat", "--n", "2")
+        done = run(CLIENT, address, "--chat", "--n", "2", "hi")
         assert done.stdout.splitlines() == [f"[0] {''.join(ANSWER)}", f"[1] {''.join(ANSWER)}"]
-        done = run(CLIENT, address, "--stats", "--admin-address", address)
+        done = run(CLIENT, address, "hi", "--stats", "--admin-address", address)
         assert done.returncode == 1 and "UNIMPLEMENTED" in done.stderr
 
 

@@ -18,12 +18,12 @@ def numpy_logits(
     """Logits of every position; `windows` has one entry a layer. RoPE type "default" only."""
     w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     num_layers = config["num_hidden_layers"]
-    windows = windows or [None] * num_layers
+    layer_windows = [None] * num_layers if windows is None else windows
     x = w["model.embed_tokens.weight"][list(token_ids)]
     for layer in range(num_layers):
         p = f"model.layers.{layer}."
         normed = _norm(x, w[p + "input_layernorm.weight"])
-        x = x + _attention(config, w, p + "self_attn.", normed, windows[layer])
+        x = x + _attention(config, w, p + "self_attn.", normed, layer_windows[layer])
         normed = _norm(x, w[p + "post_attention_layernorm.weight"])
         gate = _linear(w, p + "mlp.gate_proj", normed)
         hidden = gate / (1 + np.exp(-gate)) * _linear(w, p + "mlp.up_proj", normed)

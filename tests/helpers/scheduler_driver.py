@@ -73,6 +73,10 @@ class Driver:
     def sequence(self, request_id: str, index: int = 0) -> Sequence:
         return self.scheduler.roster.requests[request_id].sequences[index]
 
+    def start_order(self) -> list[str]:
+        """Ids of the requests in the order in which they started."""
+        return list(self.num_cached)
+
     def schedule(self) -> StepPlan | None:
         """Schedules and dispatches one step, and leaves it in flight."""
         plan = self.scheduler.schedule()

@@ -63,7 +63,8 @@ def random_checkpoint(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
     for name, shape in expected_names(config).items():
         noise = rng.standard_normal(shape).astype(np.float32)
         is_norm = name.endswith("norm.weight")
-        tensors[name] = 1 + 0.2 * noise if is_norm else noise / np.sqrt(shape[-1])
+        values = 1 + 0.2 * noise if is_norm else 2 * noise / np.sqrt(shape[-1])
+        tensors[name] = values.astype(np.float32)
     return MemoryCheckpoint(tensors)
 
 

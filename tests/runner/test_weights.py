@@ -8,7 +8,6 @@ import pytest
 from helpers.tiny_models import (
     MemoryCheckpoint,
     Row,
-    jitted_forward,
     make_pool,
     pack,
     prompt_logits,
@@ -76,16 +75,16 @@ def test_every_wrong_tensor_is_named():
         assert name in str(error.value)
 
 
-def test_new_weights_of_the_same_structure_do_not_compile():
+def test_new_weights_of_the_same_structure_do_not_compile(caplog):
     config = tiny_config()
     first, second = (load(config, random_checkpoint(config, seed)) for seed in (0, 1))
     assert first.structure == second.structure
     inputs = pack([Row(PROMPT, [1, 2])], num_tokens=8, num_rows=1)
     pool = make_pool(config, tensor_mesh(1))
     before, _ = run_step(first, inputs, pool)
-    num_compiled = jitted_forward._cache_size()
-    after, _ = run_step(second, inputs, pool)
-    assert jitted_forward._cache_size() == num_compiled
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        after, _ = run_step(second, inputs, pool)
+    assert not [record for record in caplog.records if "ompil" in record.getMessage()]
     assert np.abs(before - after).max() > 0.1
     swapped = dataclasses.replace(first, outer=second.outer, groups=second.groups)
     np.testing.assert_array_equal(run_step(swapped, inputs, pool)[0], after)
@@ -107,14 +106,13 @@ def test_random_weights_are_the_same_in_every_layout(layout, num_arrays):
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2**32, -1])
-def test_every_bit_of_the_seed_counts(seed):
+def test_every_bit_of_the_seed_counts():
     config = tiny_config(num_hidden_layers=1)
-    zero = load(config, None, random=True, seed=0)
-    other = load(config, None, random=True, seed=seed)
-    again = load(config, None, random=True, seed=seed)
-    assert not jnp.array_equal(zero.outer[0], other.outer[0])
-    assert jnp.array_equal(again.outer[0], other.outer[0])
+    seeds = [0, 1, 2**32, -1, 0]
+    tables = [load(config, None, random=True, seed=seed).outer[0] for seed in seeds]
+    assert jnp.array_equal(tables[0], tables[-1])
+    for other in tables[1:-1]:
+        assert not jnp.array_equal(tables[0], other)
 
 
 def test_random_layers_differ():

@@ -1,6 +1,7 @@
 """AdminService, health and reflection, and a server that is still loading."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -86,7 +87,7 @@ def test_health_answers_while_streams_run():
         for stream in streams:
             await stream.initial_metadata()
         for channel in (running.channel, running.admin_channel):
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             for name in NAMES:
                 request = health_pb2.HealthCheckRequest(service=name)
                 assert (await _answer(stub.Check(request))).status == SERVING
@@ -98,7 +99,7 @@ def test_health_answers_while_streams_run():
 
 def test_a_loading_server_is_not_ready_but_answers():
     async def body(running: Running) -> None:
-        stub = health_pb2_grpc.HealthStub(running.channel)
+        stub: Any = health_pb2_grpc.HealthStub(running.channel)
         for name in NAMES:
             response = await _answer(stub.Check(health_pb2.HealthCheckRequest(service=name)))
             assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -117,7 +118,8 @@ def test_a_loading_server_is_not_ready_but_answers():
 def test_reflection_lists_the_services_and_their_files():
     async def body(running: Running) -> None:
         for channel, name in zip((running.channel, running.admin_channel), NAMES[1:], strict=True):
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            make_stub: Any = reflection_pb2_grpc.ServerReflectionStub
+            stub = make_stub(channel)
             requests = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol=name),
@@ -134,12 +136,10 @@ def test_reflection_lists_the_services_and_their_files():
 
 def test_a_port_in_use_is_one_clear_line():
     async def body(running: Running) -> None:
-        for ports in (
-            {"port": running.server.port, "admin_port": 0},
-            {"port": 0, "admin_port": running.server.admin_port},
-        ):
+        for ports in ((running.server.port, 0), (0, running.server.admin_port)):
+            config = ServerConfig(port=ports[0], admin_port=ports[1])
             with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: .* in use$"):
-                Server(ServerConfig(**ports))
+                Server(config)
 
     with_server(body)
 

@@ -65,7 +65,7 @@ def test_broken_bytes_neither_stick_nor_differ():
 
 def test_any_grouping_gives_the_same_text():
     tokenizer = ByteTokenizer()
-    ids = tokenizer.encode(TEXT) + [0xFF, 0xE2, 0x82, EOS]
+    ids = [*tokenizer.encode(TEXT), 0xFF, 0xE2, 0x82, EOS]
     rng = np.random.default_rng(1)
     for _ in range(20):
         detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)

@@ -1,0 +1,177 @@
+"""The synchronous face for notebooks and scripts: an `AsyncLLM` in an event loop of its own thread.
+
+It works inside a running event loop (Jupyter), and Ctrl-C cancels what runs and leaves the engine
+usable.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from tqdm.auto import tqdm
+
+from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.outputs import Delta, EngineStats, ModelInfo, RequestOutput
+from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.text import Tokenizer
+
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model to ask. Use it as a context manager, or call `close`.
+
+    Args:
+      model: folder, `.gguf` file, bundled name or hub id.
+      options: the other fields of `EngineConfig`.
+
+    Raises:
+      JaxpagedError: an option is out of range, or the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self._llm = AsyncLLM(model, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="jaxpaged-llm", daemon=True
+        )
+        self._thread.start()
+        self._is_closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._llm.tokenizer
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is loaded, and how large the engine around it is."""
+        return self._llm.info
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Answers prompts, in their order.
+
+        Args:
+          prompts: texts, lists of token ids or `ChatPrompt`s; or one of these alone.
+          params: one for all prompts, or one for each.
+          use_tqdm: show a progress bar with the tokens per second.
+
+        Raises:
+          JaxpagedError: a prompt was refused (then none is answered), or a step failed.
+        """
+        items = _as_list(prompts)
+        if isinstance(params, SamplingParams) or params is None:
+            params = [params or SamplingParams()] * len(items)
+        if len(params) != len(items):
+            raise InvalidFieldError(
+                "params", f"params has {len(params)} entries for {len(items)} prompts"
+            )
+        return self._wait(self._generate_all(items, params, use_tqdm))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """The answer to one prompt, piece by piece; closing the iterator aborts the request."""
+        deltas = self._llm.stream(prompt, params)
+        try:
+            while True:
+                delta = self._wait(_next_or_none(deltas))
+                if delta is None:
+                    return
+                yield delta
+        finally:
+            self._wait(deltas.aclose())  # type: ignore[attr-defined]
+
+    def chat(
+        self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
+        """Answers a conversation, rendered by the model's own chat template.
+
+        Args:
+          options: the other fields of `ChatPrompt`.
+        """
+        return self._wait(self._llm.chat(messages, params, **options))
+
+    def stats(self) -> EngineStats:
+        return self._wait(self._llm.stats())
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every unused cached block; returns how many."""
+        return self._wait(self._llm.reset_prefix_cache())
+
+    def close(self) -> None:
+        """Stops the engine and frees the device's memory. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._llm.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _generate_all(
+        self, prompts: list[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        # Half of the queue: a long list waits here instead of being refused there.
+        slots = asyncio.Semaphore(max(1, self._llm.config.max_queued_requests // 2))
+        start, num_tokens = time.monotonic(), 0
+
+        async def run(prompt: Prompt, param: SamplingParams, bar: tqdm) -> RequestOutput:
+            nonlocal num_tokens
+            async with slots:
+                output = await self._llm.generate(prompt, param)
+            num_tokens += output.usage.completion_tokens
+            speed = num_tokens / (time.monotonic() - start)
+            bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+            bar.update()
+            return output
+
+        with tqdm(total=len(prompts), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(run(prompt, param, bar))
+                    for prompt, param in zip(prompts, params, strict=True)
+                ]
+        return [task.result() for task in tasks]
+
+    def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop's thread; an interrupt here cancels it there."""
+        if self._is_closed:
+            coroutine.close()
+            raise RuntimeError("this LLM was closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _next_or_none(deltas: AsyncIterator[Delta]) -> Delta | None:
+    return await anext(deltas, None)
+
+
+def _as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt alone is a list of one; a list of numbers is one prompt."""
+    if isinstance(prompts, str | ChatPrompt):
+        return [prompts]
+    items = list(prompts)
+    if items and all(hasattr(item, "__index__") for item in items):
+        return [cast(list[int], items)]
+    return cast(list[Prompt], items)

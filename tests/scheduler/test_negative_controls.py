@@ -1,0 +1,126 @@
+"""The random operations find each of these faults: without that, their green would mean nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from helpers.fake_runner import FakeRunner
+from helpers.scheduler_world import random_world
+from jaxpaged.request import Sequence
+from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
+from jaxpaged.scheduler.prefix_cache import PrefixCache
+from jaxpaged.scheduler.roster import Roster
+from jaxpaged.scheduler.scheduled_step import ScheduledStep
+from jaxpaged.scheduler.scheduler import Scheduler
+
+MAX_WORLDS = 120
+
+_match = KVManager.match
+_release = KVManager._release
+_add_chunk = Scheduler._add_chunk
+_commit = Scheduler.commit
+_book_token = Scheduler._book_token
+_preempt = Roster.preempt
+
+
+def skip_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FakeRunner, "_copy", lambda self, plan: None)
+
+
+def never_copy_on_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVManager, "is_shared", lambda self, block: False)
+
+
+def publish_at_allocation(patch: pytest.MonkeyPatch) -> None:
+    def add_chunk(self: Scheduler, step: ScheduledStep, sequence: Sequence, chunk: int) -> None:
+        _add_chunk(self, step, sequence, chunk)
+        computed, sequence.num_computed_tokens = (
+            sequence.num_computed_tokens,
+            sequence.num_scheduled_total,
+        )
+        self.kv.publish(sequence)
+        sequence.num_computed_tokens = computed
+
+    patch.setattr(Scheduler, "_add_chunk", add_chunk)
+
+
+def drop_a_release(patch: pytest.MonkeyPatch) -> None:
+    def release(self: KVManager, block: int) -> None:
+        if block != 3:
+            _release(self, block)
+
+    patch.setattr(KVManager, "_release", release)
+
+
+def copy_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    def match(self: KVManager, sequence: Sequence) -> PrefixMatch:
+        found = _match(self, sequence)
+        cached = len(found.blocks) * self.block_size + found.num_copied
+        room = found.num_copied < self.block_size and cached + 1 < len(sequence.token_ids)
+        return replace(found, num_copied=found.num_copied + (found.num_copied > 0 and room))
+
+    patch.setattr(KVManager, "match", match)
+
+
+def keys_without_the_parent(patch: pytest.MonkeyPatch) -> None:
+    def lookup(self: PrefixCache, parent: object, tokens: tuple[int, ...]):
+        found = [block for (_, known), block in self._blocks.items() if known == tokens]
+        return (found[0], self._entries[found[0]].identity) if found else None
+
+    patch.setattr(PrefixCache, "lookup", lookup)
+
+
+def book_steps_of_preempted_sequences(patch: pytest.MonkeyPatch) -> None:
+    def commit(self: Scheduler, plan, result):
+        self._in_flight[0].preempted.clear()
+        return _commit(self, plan, result)
+
+    patch.setattr(Scheduler, "commit", commit)
+
+
+def forget_output_on_preemption(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Roster, sequence: Sequence) -> None:
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+        _preempt(self, sequence)
+
+    patch.setattr(Roster, "preempt", preempt)
+
+
+def evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
+    def allocate(self: KVManager) -> int | None:
+        taken = self.pool.allocate()
+        return None if taken is None else taken[0]
+
+    patch.setattr(KVManager, "_allocate", allocate)
+
+
+def end_at_no_stop_token(patch: pytest.MonkeyPatch) -> None:
+    def book_token(self: Scheduler, sequence: Sequence, token_id: int, is_finite: bool) -> bool:
+        if sequence.end_token_ids and token_id in sequence.end_token_ids:
+            sequence.token_ids.append(token_id)
+            return False
+        return _book_token(self, sequence, token_id, is_finite)
+
+    patch.setattr(Scheduler, "_book_token", book_token)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    skip_copies,
+    never_copy_on_write,
+    publish_at_allocation,
+    drop_a_release,
+    copy_one_token_too_many,
+    keys_without_the_parent,
+    book_steps_of_preempted_sequences,
+    forget_output_on_preemption,
+    evict_without_forgetting,
+    end_at_no_stop_token,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        for seed in range(MAX_WORLDS):
+            random_world(seed)
