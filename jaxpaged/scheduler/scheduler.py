@@ -77,12 +77,14 @@ class Scheduler:
 
     def fail_all(self, error: str) -> StepOutputs:
         """After a failed step: every request ends with `error`, pool and cache are empty."""
+        num_ended = len(self.roster.outputs.ended)  # aborted before, not failed
         self._in_flight.clear()
         for request in list(self.roster.requests.values()):
             self.roster.finish_all(request, FinishReason.ERROR)
         self.roster.replace_kv()
         outputs = self.roster.take_outputs()
-        outputs.ended = [replace(ended, error=error) for ended in outputs.ended]
+        failed = outputs.ended[num_ended:]
+        outputs.ended[num_ended:] = [replace(ended, error=error) for ended in failed]
         return outputs
 
     # --- schedule ------------------------------------------------------------------------------
@@ -214,7 +216,9 @@ class Scheduler:
             if sequence is None:
                 break
             match = self.kv.match(sequence)
-            waits = self.kv.reads_cache(sequence) and pending_blocks.continue_better(sequence, match)
+            waits = self.kv.reads_cache(sequence) and pending_blocks.continue_better(
+                sequence, match
+            )
             if waits or sequence.num_pending_tokens:
                 deferred.append(roster.waiting.pop())
                 continue

@@ -45,7 +45,7 @@ def make_params(
 
 def make_request(
     request_id: str,
-    prompt: Sequence[int],
+    prompt_token_ids: Sequence[int],
     *,
     eos_token_ids: Iterable[int] = (),
     params: ResolvedParams | None = None,
@@ -54,7 +54,12 @@ def make_request(
     """A request; `options` go to `make_params` unless `params` is given."""
     return EngineRequest(
         request_id=request_id,
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=tuple(prompt_token_ids),
         params=params or make_params(**options),
         eos_token_ids=frozenset(eos_token_ids),
     )
+
+
+def prompt(num_tokens: int, start: int = 100) -> list[int]:
+    """Tokens start, start + 1, ...: prompts of starts far apart share nothing."""
+    return list(range(start, start + num_tokens))

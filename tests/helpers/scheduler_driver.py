@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from helpers.fake_runner import FakeRunner
+
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from helpers.requests import make_request
 from helpers.scheduler_driver import Driver, preempt, solo_run
+
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
 

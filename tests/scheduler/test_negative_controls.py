@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers.fake_runner import FakeRunner
 from helpers.scheduler_world import random_world
+
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
 from jaxpaged.scheduler.prefix_cache import PrefixCache

@@ -1,15 +1,11 @@
 """Who is scheduled, and on which blocks: every point of the policy, with exact block ids."""
 
 import pytest
-from helpers.requests import make_request
+from helpers.requests import make_request, prompt
 from helpers.scheduler_driver import Driver, make_config
+
 from jaxpaged.request import SequenceStatus
 from jaxpaged.scheduler.scheduler import Scheduler
-
-
-def prompt(num_tokens: int, start: int = 100) -> list[int]:
-    """Tokens that no other start shares."""
-    return list(range(start, start + num_tokens))
 
 
 def test_waiting_requests_are_admitted_in_order_of_arrival():
@@ -193,10 +189,10 @@ def test_a_request_waits_for_the_block_that_another_computes(overlap: bool):
 
 
 def test_nobody_waits_for_a_block_that_he_may_not_read():
-    for options, salts in (({"use_prefix_cache": False}, ("", "")), ({}, ("x", "y"))):
+    for use_prefix_cache, salt in ((False, "x"), (True, "y")):
         driver = Driver(make_config(block_size=4))
-        driver.add(make_request("a", prompt(9), cache_salt=salts[0]))
-        driver.add(make_request("b", prompt(9), cache_salt=salts[1], **options))
+        driver.add(make_request("a", prompt(9), cache_salt="x"))
+        driver.add(make_request("b", prompt(9), cache_salt=salt, use_prefix_cache=use_prefix_cache))
         plan = driver.step()
         assert plan is not None
         assert plan.q_lens == [9, 9]
@@ -247,53 +243,6 @@ def test_a_child_without_a_row_waits_without_blocks_and_finds_the_prompt():
     assert plan.q_lens == [1, 2]  # the child's last prompt token, then "b": started ones go first
     driver.run()
     driver.assert_equal_to_solo(request)
-
-
-def test_overlap_predicts_the_end_by_max_tokens():
-    driver = Driver(make_config(block_size=4), overlap=True)
-    request = make_request("a", prompt(3), max_tokens=3)
-    driver.add(request)
-    driver.run()
-    assert [plan.kv_lens for plan in driver.plans] == [[3], [4], [5]]
-    driver.assert_equal_to_solo(request)
-
-
-def test_overlap_predicts_the_end_by_context():
-    driver = Driver(make_config(block_size=4, max_model_len=6), overlap=True)
-    request = make_request("a", prompt(3), max_tokens=30)
-    driver.add(request)
-    driver.run()
-    assert [plan.kv_lens for plan in driver.plans] == [[3], [4], [5]]
-    driver.assert_equal_to_solo(request)
-
-
-def test_overlap_drops_the_token_after_an_end():
-    request = make_request("a", prompt(3), max_tokens=8, stop_token_ids=range(7))
-    driver = Driver(make_config(block_size=4), overlap=True)
-    driver.add(request)
-    driver.run()
-    assert [plan.kv_lens for plan in driver.plans] == [[3], [4]]
-    assert len(driver.tokens["a", 0]) == 1
-    driver.assert_equal_to_solo(request)
-
-
-def test_a_token_that_may_be_surplus_never_preempts():
-    driver = Driver(make_config(block_size=4, num_blocks=4), overlap=True)
-    a = make_request("a", prompt(7), max_tokens=9)
-    b = make_request("b", prompt(7, 200), max_tokens=9)
-    driver.add(a, b)
-    assert driver.schedule() and driver.schedule()
-    # Both need a third block for a token that their pending one may make superfluous.
-    assert driver.schedule() is None
-    assert driver.sequence("b").status is SequenceStatus.RUNNING
-    driver.commit()
-    driver.commit()
-    plan = driver.schedule()
-    assert plan is not None
-    assert plan.rows == [0]
-    assert driver.sequence("b").status is SequenceStatus.WAITING
-    driver.run()
-    driver.assert_equal_to_solo(a, b)
 
 
 def test_priority_goes_before_arrival():

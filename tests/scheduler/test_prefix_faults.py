@@ -1,16 +1,12 @@
 """Faults of prefix caches and block managers that others had (blocks of 16 unless noted)."""
 
 import pytest
-from helpers.requests import make_request
+from helpers.requests import make_request, prompt
 from helpers.scheduler_driver import Driver, make_config, preempt
+
 from jaxpaged.request import FinishReason, SequenceStatus
 
 BLOCK_SIZE = 16
-
-
-def prompt(num_tokens: int, start: int = 100) -> list[int]:
-    """Tokens that no other start shares."""
-    return list(range(start, start + num_tokens))
 
 
 def make_driver(*, overlap: bool = False, **config) -> Driver:
@@ -227,13 +223,21 @@ def test_a_reset_forgets_what_is_free_and_spares_what_runs():
 def test_after_a_failed_step_everything_ends_and_the_pool_is_new():
     driver = Driver(make_config(block_size=4))
     driver.add(make_request("a", prompt(9), n=2), make_request("b", prompt(9, 200)))
+    driver.add(make_request("aborted", prompt(9, 300)))
     driver.step()
     assert driver.scheduler.schedule() is not None
-    outputs = driver.scheduler.fail_all()
+    driver.scheduler.abort("aborted")
+    outputs = driver.scheduler.fail_all("lost")
     driver.note(outputs)
-    assert set(driver.reasons.values()) == {FinishReason.ERROR}
-    assert sorted(driver.reasons) == [("a", 0), ("a", 1), ("b", 0)]
-    assert set(driver.num_preemptions) == {"a", "b"}
+    error, cancelled = FinishReason.ERROR, FinishReason.CANCELLED
+    assert driver.reasons == {("a", 0): error, ("a", 1): error, ("b", 0): error} | {
+        ("aborted", 0): cancelled
+    }
+    assert {ended.request_id: ended.error for ended in outputs.ended} == {
+        "aborted": None,
+        "a": "lost",
+        "b": "lost",
+    }
     driver.scheduler.check_integrity()
     assert driver.pool.num_used == 0
     assert not driver.scheduler.has_work

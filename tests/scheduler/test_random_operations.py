@@ -6,6 +6,7 @@ from helpers.scheduler_world import NUM_OPERATIONS, random_world
 NUM_WORLDS = 240
 WORLDS_PER_TEST = 20
 
+
 def test_at_least_ten_thousand_operations():
     assert NUM_WORLDS * NUM_OPERATIONS >= 10_000
     assert NUM_WORLDS % WORLDS_PER_TEST == 0

@@ -1,19 +1,15 @@
 """Faults of scheduling, preemption and abort that others had."""
 
 import pytest
-from helpers.requests import make_request
+from helpers.requests import make_request, prompt
 from helpers.scheduler_driver import Driver, make_config, preempt
+
 from jaxpaged.request import FinishReason, SequenceStatus
-
-
-def prompt(num_tokens: int, start: int = 100) -> list[int]:
-    """Tokens that no other start shares."""
-    return list(range(start, start + num_tokens))
 
 
 def test_b16_what_can_never_fit_is_not_queued():
     driver = Driver(make_config(block_size=16, num_blocks=4))
-    with pytest.raises(AssertionError, match="num_prompt=100 must be .* less than limit=64"):
+    with pytest.raises(AssertionError, match=r"num_prompt=100 must be .* less than limit=64"):
         driver.add(make_request("a", prompt(100)))
     assert not driver.scheduler.has_work
 

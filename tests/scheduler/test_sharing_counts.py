@@ -3,14 +3,12 @@
 import random
 
 import pytest
-from helpers.requests import make_request
+from helpers.requests import make_request, prompt
 from helpers.scheduler_driver import Driver, make_config
 
+from jaxpaged.scheduler.pool_stats import block_states, used_slots
+
 BLOCK_SIZE = 16
-
-
-def prompt(num_tokens: int, start: int = 100) -> list[int]:
-    return list(range(start, start + num_tokens))
 
 
 def peak_blocks(*requests, enable_prefix_caching: bool) -> int:
@@ -82,12 +80,10 @@ def test_a_prefix_of_half_a_block_is_computed_once(num_requests: int, overlap: b
 
 def test_waste_is_under_four_percent_and_less_than_a_block_a_sequence():
     rng = random.Random(7)
-    config = make_config(
-        block_size=BLOCK_SIZE, num_blocks=600, max_num_seqs=16, max_num_tokens=512
-    )
+    config = make_config(block_size=BLOCK_SIZE, num_blocks=600, max_num_seqs=16, max_num_tokens=512)
     driver = Driver(config)
     for i in range(16):
-        start, length = 1000 * i, rng.randint(64, 448)
+        start, length = 1000 * i, rng.randint(128, 512)
         driver.add(make_request(str(i), prompt(length, start), max_tokens=64))
     wastes = []
     while driver.scheduler.has_work:
@@ -103,3 +99,17 @@ def test_waste_is_under_four_percent_and_less_than_a_block_a_sequence():
             wastes.append(sum(unused) / (sum(used) + sum(unused)))
     assert len(wastes) > 20
     assert sum(wastes) / len(wastes) < 0.04
+
+
+def test_a_shared_block_counts_once_in_the_pool_picture():
+    driver = Driver(make_config(block_size=4, num_blocks=6))
+    driver.add(make_request("a", prompt(6), n=2, temperature=1.0))
+    driver.step()
+    roster = driver.scheduler.roster
+    assert used_slots(roster, 4) == {1: 4, 2: 2}
+    states = block_states(roster, 4)
+    assert [state.references for state in states] == [0, 2, 2, 0, 0, 0, 0]
+    assert [state.used_slots for state in states] == [0, 4, 2, 0, 0, 0, 0]
+    assert [block for block, state in enumerate(states) if state.cached] == [1]
+    driver.step()
+    assert used_slots(roster, 4) == {1: 4, 2: 3, 3: 3}  # one of the two copied the tail
