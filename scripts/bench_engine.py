@@ -4,8 +4,8 @@
     scripts/bench_engine.py [--quick] [--model NAME] [--batch 1 8] [--peer-python PYTHON]
 
 A step's time is (time for 16 + N new tokens - time for 16) / N, so that prefill and start cancel
-and host work counts. `--peer-python` names an interpreter that has torch and transformers (it need not
-be this one): Hugging Face's own generate loop then runs on the same files in the same call.
+and host work counts. `--peer-python` names an interpreter that has torch and transformers (it need
+not be this one): Hugging Face's own generate loop then runs on the same files in the same call.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PEER = Path(__file__).with_name("bench_peer_hf.py")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Times the whole engine.")
     parser.add_argument("--quick", action="store_true", help="fewer tokens and repeats")
     parser.add_argument("--model", default="smollm2", help="what LLM takes")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])

@@ -29,7 +29,7 @@ def main() -> None:
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, device_map=device).eval()
 
     def run(batch: int, num_prompt: int, num_new: int) -> float:
         prompt = torch.randint(100, model.config.vocab_size, (batch, num_prompt), device=device)

@@ -43,7 +43,7 @@ PARAMS = ResolvedParams(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Times the host's share of a step.")
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--json", help="write the figures there, too")
     options = parser.parse_args()

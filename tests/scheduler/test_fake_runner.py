@@ -65,7 +65,7 @@ def test_it_feeds_the_drawn_token_back():
     "plan, message",
     [
         (decode_plan(0, 5), "has no block"),
-        (decode_plan(0, 3, table_updates=[(0, 0, 3)]), "of another prefix"),
+        (decode_plan(0, 4, table_updates=[(0, 0, 3)]), "of another prefix"),
         (decode_plan(0, 4, table_updates=[(0, 0, 2), (0, 1, 1)]), "holds Slot"),
         (decode_plan(0, 4, copies=[(1, 2)]), "holds Slot"),
         (decode_plan(0, 4, copies=[(1, 3), (3, 4)]), "destination is a source"),
