@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from jaxpaged import checkpoint, validation
@@ -151,7 +151,7 @@ class AsyncLLM:
 
     async def stream_events(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent]:
         """Accepted, Started, deltas, Finished, as they happen.
 
         Closing the iterator aborts the request and frees its blocks.
@@ -168,7 +168,7 @@ class AsyncLLM:
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta]:
         """The deltas of `stream_events` alone."""
         events = self.stream_events(prompt, params, request_id=request_id)
         try:
@@ -176,7 +176,7 @@ class AsyncLLM:
                 if isinstance(event, Delta):
                     yield event
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
     async def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any

@@ -71,7 +71,10 @@ class ResolvedConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What the scheduler needs, all of it decided."""
+    """What the scheduler needs, all of it decided.
+
+    It always serves by priority: under "fcfs" the front lets no request have one.
+    """
 
     block_size: int
     num_blocks: int
@@ -79,4 +82,3 @@ class SchedulerConfig:
     max_num_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
-    scheduling: Scheduling = "fcfs"

@@ -52,7 +52,6 @@ class Engine:
                 max_num_tokens=config.max_num_tokens,
                 max_model_len=config.max_model_len,
                 enable_prefix_caching=config.enable_prefix_caching,
-                scheduling=config.scheduling,
             )
         )
         self._in_flight: tuple[StepPlan, Any] | None = None

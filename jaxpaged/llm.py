@@ -84,7 +84,7 @@ class LLM:
                     return
                 yield delta
         finally:
-            self._wait(deltas.aclose())  # type: ignore[attr-defined]
+            self._wait(deltas.aclose())
 
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any

@@ -30,14 +30,12 @@ class EngineRequest:
 
     Attributes:
       eos_token_ids: ids that end a sequence with `eos`; empty when `ignore_eos` is set.
-      arrival_time: seconds on the monotonic clock; breaks ties between equal priorities.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: ResolvedParams
     eos_token_ids: frozenset[int]
-    arrival_time: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

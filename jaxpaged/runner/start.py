@@ -93,7 +93,7 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
 
 
 def _fitting_len(config: EngineConfig, wanted_len: int, num_blocks: int) -> int:
-    """The context length: as wanted if the pool can hold it, else lowered if nobody asked for it."""
+    """The context length as wanted if the pool can hold it; lowered if nobody asked for it."""
     room = num_blocks * config.block_size
     if wanted_len <= room:
         return wanted_len

@@ -17,10 +17,10 @@ from collections import deque
 from dataclasses import replace
 
 from jaxpaged.config import SchedulerConfig
-from jaxpaged.outputs import RequestStarted, SequenceOutput, StepOutputs
+from jaxpaged.outputs import SequenceOutput, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
-from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
-from jaxpaged.scheduler.pending_blocks import PendingBlocks
+from jaxpaged.scheduler.admission import add_chunk, admit_waiting
+from jaxpaged.scheduler.kv_manager import KVManager
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
 from jaxpaged.step_plan import StepPlan, StepResult
@@ -101,7 +101,7 @@ class Scheduler:
         # Blocks that a preemption freed are for those that run: admitting now would thrash.
         calm = roster.num_preemptions == num_preemptions
         if budget and calm and roster.num_free_rows and roster.waiting:
-            self._admit_waiting(step, budget)
+            admit_waiting(self.config, roster, step, budget)
         if not step.scheduled:
             return None
         self.num_steps += 1
@@ -169,7 +169,7 @@ class Scheduler:
                 if chunk <= 0:
                     return 0
         step.update_table(sequence, range(num_blocks, len(sequence.block_table)))
-        self._add_chunk(step, sequence, chunk)
+        add_chunk(self.config, self.roster, step, sequence, chunk)
         return chunk
 
     def _preempt_last(self, step: ScheduledStep, sequence: Sequence) -> bool:
@@ -181,99 +181,6 @@ class Scheduler:
             earlier.preempted.add(id(victim))
         self.roster.preempt(victim)
         return victim is not sequence
-
-    def _add_chunk(self, step: ScheduledStep, sequence: Sequence, chunk: int) -> None:
-        """Books a chunk whose blocks are in the table; the prompt's last one forks the request."""
-        step.add_chunk(sequence, chunk)
-        request = sequence.request
-        if not sequence.has_device_token or len(request.sequences) == request.source.params.n:
-            return
-        for index in range(1, request.source.params.n):
-            child = request.new_sequence(index, self.config.max_model_len)
-            if not self.roster.num_free_rows:
-                # It waits without blocks, and will find the prompt in the cache.
-                self.roster.waiting.push(child)
-                continue
-            self.kv.fork(sequence, child)
-            child.num_computed_tokens = sequence.num_scheduled_total - chunk
-            child.num_cached_tokens = sequence.num_cached_tokens
-            self.roster.start(child)
-            step.start_row(child)
-            step.add_fork(child, chunk)
-
-    # --- admission -----------------------------------------------------------------------------
-
-    def _admit_waiting(self, step: ScheduledStep, budget: int) -> None:
-        """Lets waiting sequences start, in order, while rows, blocks and budget last."""
-        roster = self.roster
-        prefilling = [s for s in roster.running if not s.has_device_token]
-        num_owed = sum(self._num_blocks_missing(sequence) for sequence in prefilling)
-        pending_blocks = PendingBlocks(self.config.block_size, roster.running)
-        deferred = []
-        # A deferred sequence keeps its claim on a row.
-        while budget and len(deferred) < roster.num_free_rows:
-            sequence = roster.waiting.peek()
-            if sequence is None:
-                break
-            match = self.kv.match(sequence)
-            waits = self.kv.reads_cache(sequence) and pending_blocks.continue_better(
-                sequence, match
-            )
-            if waits or sequence.num_pending_tokens:
-                deferred.append(roster.waiting.pop())
-                continue
-            chunk = self._admit(step, sequence, match, budget, num_owed)
-            if not chunk:
-                break
-            budget -= chunk
-            num_owed += self._num_blocks_missing(sequence)
-            pending_blocks.add(sequence)
-        for sequence in deferred:
-            roster.waiting.push(sequence)
-
-    def _admit(
-        self,
-        step: ScheduledStep,
-        sequence: Sequence,
-        match: PrefixMatch,
-        budget: int,
-        num_owed: int,
-    ) -> int:
-        """Admits the head of the queue and schedules its first chunk.
-
-        Args:
-          num_owed: free blocks that prompts under way will need.
-
-        Returns:
-          The chunk's number of tokens, 0 if all known tokens do not fit into the free blocks.
-        """
-        kv, size, total = self.kv, self.config.block_size, len(sequence.token_ids)
-        num_free = kv.pool.num_free - num_owed + len(match.blocks) - -(-total // size)
-        if num_free < kv.num_free_taken(match) and match.num_copied:
-            match = replace(match, copy_source=0, num_copied=0)
-        if num_free < kv.num_free_taken(match):
-            return 0
-        self.roster.waiting.pop()
-        copy = kv.share(sequence, match)
-        if copy is not None:
-            step.plan.copies.append(copy)
-        num_cached = len(match.blocks) * size + match.num_copied
-        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached
-        chunk = min(total - num_cached, budget)
-        grown = kv.grow(sequence, num_cached + chunk)
-        assert grown, "the free blocks were counted wrongly"
-        if not sequence.request.started:
-            sequence.request.started = True
-            started = RequestStarted(sequence.request.request_id, total, num_cached)
-            self.roster.outputs.started.append(started)
-        self.roster.start(sequence)
-        step.start_row(sequence)
-        self._add_chunk(step, sequence, chunk)
-        return chunk
-
-    def _num_blocks_missing(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's known tokens still need."""
-        return -(-len(sequence.token_ids) // self.config.block_size) - len(sequence.block_table)
 
     # --- commit --------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ class World:
             max_num_tokens=max_num_seqs + rng.choice((0, 1, 5, 40)),
             max_model_len=min(block_size * num_blocks, 48) - rng.randint(0, 2),
             enable_prefix_caching=rng.random() < 0.9,
-            scheduling=rng.choice(("fcfs", "priority")),
         )
         self.non_finite_token_id = NON_FINITE if rng.random() < 0.2 else None
         self.driver = Driver(

@@ -22,6 +22,8 @@ from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import load_weights
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 95, 0, 12, 5, 30]
+# Shared by the tests of rows, with few shapes, because each shape is compiled.
+CONFIG = tiny_config(attention_bias=True)
 WINDOWED = {"sliding_window": 4, "use_sliding_window": True}
 
 
@@ -85,10 +87,9 @@ def test_the_plain_module_gives_the_same():
 
 def test_chunks_and_decodes_equal_one_prefill():
     """A row decodes while another's prompt comes in chunks of 5, 1 and 7 tokens."""
-    config = tiny_config(attention_bias=True)
-    weights = load(config)
+    weights = load(CONFIG)
     whole = prompt_logits(weights, PROMPT, tensor_mesh(1))
-    pool = make_pool(config, tensor_mesh(1))
+    pool = make_pool(CONFIG, tensor_mesh(1))
     other = PROMPT[::-1]
     other_whole = prompt_logits(weights, other, tensor_mesh(1))
     start = pack([Row(other[:9], [9, 2, 7, 4])], num_tokens=16, num_rows=4)
@@ -105,10 +106,9 @@ def test_chunks_and_decodes_equal_one_prefill():
 
 
 def test_padding_and_neighbours_change_nothing():
-    config = tiny_config()
-    weights = load(config)
-    pool = make_pool(config, tensor_mesh(1))
-    _, pool = run_step(weights, pack([Row(PROMPT, [3, 1, 4, 6])], num_tokens=16, num_rows=1), pool)
+    weights = load(CONFIG)
+    pool = make_pool(CONFIG, tensor_mesh(1))
+    _, pool = run_step(weights, pack([Row(PROMPT, [3, 1, 4, 6])], num_tokens=16, num_rows=4), pool)
     row = Row([7], [3, 1, 4, 6], len(PROMPT))
     neighbours = [Row([token], [8 + token], 0) for token in (1, 2)]
     found = []
@@ -121,11 +121,10 @@ def test_padding_and_neighbours_change_nothing():
 
 
 def test_only_the_positions_asked_for():
-    config = tiny_config(tie_word_embeddings=True)
-    weights = load(config)
+    weights = load(CONFIG)
     inputs = pack([Row(PROMPT, range(1, 5))], num_tokens=16, num_rows=4)
-    logits, _ = run_step(weights, inputs, make_pool(config, tensor_mesh(1)))
-    assert logits.shape == (4, config.vocab_size)
+    logits, _ = run_step(weights, inputs, make_pool(CONFIG, tensor_mesh(1)))
+    assert logits.shape == (4, CONFIG.vocab_size)
     assert logits.dtype == jnp.float32
     whole = prompt_logits(weights, PROMPT, tensor_mesh(1))
     np.testing.assert_allclose(logits[0], whole[-1], atol=1e-5)

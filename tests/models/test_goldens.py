@@ -44,8 +44,10 @@ def golden_logits(name, case):
     return np.load(GOLDENS / f"{name}_logits.npz")[f"case_{case}"]
 
 
-@pytest.mark.parametrize("layout", ["scan", "sliced", "flat"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, "scan") for name in MODELS] + [("tiny_llama", "sliced"), ("tiny_qwen3", "flat")],
+)
 def test_prompt_logits(name, layout):
     prompt = cases_of(name)[4]["prompt_token_ids"]
     found = prompt_logits(load(name, layout=layout), prompt, tensor_mesh(1))
@@ -78,11 +80,11 @@ def test_llama3_scaling_shows():
     weights = load_weights(
         plain, MemoryCheckpoint(tensors_of(name)), dtype="float32", mesh=tensor_mesh(1)
     )
-    found = prompt_logits(weights, cases_of(name)[9]["prompt_token_ids"], tensor_mesh(1))
-    assert np.abs(found - golden_logits(name, 9)).max() > 100 * TOLERANCE
+    found = prompt_logits(weights, cases_of(name)[4]["prompt_token_ids"], tensor_mesh(1))
+    assert np.abs(found - golden_logits(name, 4)).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3"])
 def test_greedy_tokens_in_one_batch(name):
     """Prompts prefilled one by one, then all decoded together; blocks are dealt in turn."""
     weights = load(name)

@@ -7,7 +7,9 @@ import pytest
 from helpers.fake_runner import FakeRunner
 from helpers.scheduler_world import random_world
 
+from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import Sequence
+from jaxpaged.scheduler import admission, scheduler
 from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
 from jaxpaged.scheduler.prefix_cache import PrefixCache
 from jaxpaged.scheduler.roster import Roster
@@ -18,7 +20,7 @@ MAX_WORLDS = 120
 
 _match = KVManager.match
 _release = KVManager._release
-_add_chunk = Scheduler._add_chunk
+_add_chunk = admission.add_chunk
 _commit = Scheduler.commit
 _book_token = Scheduler._book_token
 _preempt = Roster.preempt
@@ -33,16 +35,19 @@ def never_copy_on_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_at_allocation(patch: pytest.MonkeyPatch) -> None:
-    def add_chunk(self: Scheduler, step: ScheduledStep, sequence: Sequence, chunk: int) -> None:
-        _add_chunk(self, step, sequence, chunk)
+    def add_chunk(
+        config: SchedulerConfig, roster: Roster, step: ScheduledStep, sequence: Sequence, chunk: int
+    ) -> None:
+        _add_chunk(config, roster, step, sequence, chunk)
         computed, sequence.num_computed_tokens = (
             sequence.num_computed_tokens,
             sequence.num_scheduled_total,
         )
-        self.kv.publish(sequence)
+        roster.kv.publish(sequence)
         sequence.num_computed_tokens = computed
 
-    patch.setattr(Scheduler, "_add_chunk", add_chunk)
+    patch.setattr(admission, "add_chunk", add_chunk)
+    patch.setattr(scheduler, "add_chunk", add_chunk)
 
 
 def drop_a_release(patch: pytest.MonkeyPatch) -> None:

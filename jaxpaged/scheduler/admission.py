@@ -1,0 +1,117 @@
+"""Waiting sequences start: cached prefix, first blocks, a row, a first chunk."""
+
+from dataclasses import replace
+
+from jaxpaged.config import SchedulerConfig
+from jaxpaged.outputs import RequestStarted
+from jaxpaged.request import Sequence
+from jaxpaged.scheduler.kv_manager import PrefixMatch
+from jaxpaged.scheduler.pending_blocks import PendingBlocks
+from jaxpaged.scheduler.roster import Roster
+from jaxpaged.scheduler.scheduled_step import ScheduledStep
+
+
+def admit_waiting(
+    config: SchedulerConfig, roster: Roster, step: ScheduledStep, budget: int
+) -> None:
+    """Lets waiting sequences start, in order, while rows, blocks and budget last."""
+    kv, size = roster.kv, config.block_size
+    prefilling = [s for s in roster.running if not s.has_device_token]
+    # Free blocks that prompts under way will need.
+    num_owed = sum(_num_blocks_missing(sequence, size) for sequence in prefilling)
+    pending_blocks = PendingBlocks(size, roster.running)
+    deferred = []
+    # A deferred sequence keeps its claim on a row.
+    while budget and len(deferred) < roster.num_free_rows:
+        sequence = roster.waiting.peek()
+        if sequence is None:
+            break
+        match = kv.match(sequence)
+        waits = kv.reads_cache(sequence) and pending_blocks.continue_better(sequence, match)
+        if waits or sequence.num_pending_tokens:
+            deferred.append(roster.waiting.pop())
+            continue
+        match = _fitting_match(roster, sequence, match, size, num_owed)
+        if match is None:
+            break
+        roster.waiting.pop()
+        chunk = _start(roster, step, sequence, match, size, budget)
+        add_chunk(config, roster, step, sequence, chunk)
+        budget -= chunk
+        num_owed += _num_blocks_missing(sequence, size)
+        pending_blocks.add(sequence)
+    for sequence in deferred:
+        roster.waiting.push(sequence)
+
+
+def add_chunk(
+    config: SchedulerConfig, roster: Roster, step: ScheduledStep, sequence: Sequence, chunk: int
+) -> None:
+    """Books a chunk whose blocks are in the table; the prompt's last one forks the request."""
+    step.add_chunk(sequence, chunk)
+    request = sequence.request
+    if not sequence.has_device_token or len(request.sequences) == request.source.params.n:
+        return
+    for index in range(1, request.source.params.n):
+        child = request.new_sequence(index, config.max_model_len)
+        if not roster.num_free_rows:
+            # It waits without blocks, and will find the prompt in the cache.
+            roster.waiting.push(child)
+            continue
+        roster.kv.fork(sequence, child)
+        child.num_computed_tokens = sequence.num_scheduled_total - chunk
+        child.num_cached_tokens = sequence.num_cached_tokens
+        roster.start(child)
+        step.start_row(child)
+        step.add_fork(child, chunk)
+
+
+def _fitting_match(
+    roster: Roster, sequence: Sequence, match: PrefixMatch, block_size: int, num_owed: int
+) -> PrefixMatch | None:
+    """The match with which all known tokens fit into the free blocks, less those owed to others.
+
+    Without its copy if the copy's source is one block too many; None if even that does not fit.
+    """
+    num_needed = -(-len(sequence.token_ids) // block_size) - len(match.blocks)
+    room = roster.kv.pool.num_free - num_owed - num_needed
+    if room < roster.kv.num_free_taken(match):
+        match = replace(match, copy_source=0, num_copied=0)
+    return match if room >= roster.kv.num_free_taken(match) else None
+
+
+def _start(
+    roster: Roster,
+    step: ScheduledStep,
+    sequence: Sequence,
+    match: PrefixMatch,
+    block_size: int,
+    budget: int,
+) -> int:
+    """Gives a sequence its cached prefix, a row and the blocks of a first chunk of tokens.
+
+    Returns:
+      The chunk's number of tokens.
+    """
+    kv, total = roster.kv, len(sequence.token_ids)
+    copy = kv.share(sequence, match)
+    if copy is not None:
+        step.plan.copies.append(copy)
+    num_cached = len(match.blocks) * block_size + match.num_copied
+    sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached
+    chunk = min(total - num_cached, budget)
+    grown = kv.grow(sequence, num_cached + chunk)
+    assert grown, "the free blocks were counted wrongly"
+    request = sequence.request
+    if not request.started:
+        request.started = True
+        started = RequestStarted(request.request_id, total, num_cached)
+        roster.outputs.started.append(started)
+    roster.start(sequence)
+    step.start_row(sequence)
+    return chunk
+
+
+def _num_blocks_missing(sequence: Sequence, block_size: int) -> int:
+    """Blocks that the sequence's known tokens still need."""
+    return -(-len(sequence.token_ids) // block_size) - len(sequence.block_table)
