@@ -35,6 +35,7 @@ class World:
             max_model_len=min(block_size * num_blocks, 48) - rng.randint(0, 2),
             enable_prefix_caching=rng.random() < 0.9,
         )
+        self.has_priorities = rng.random() < 0.5
         self.non_finite_token_id = NON_FINITE if rng.random() < 0.2 else None
         self.driver = Driver(
             self.config,
@@ -84,7 +85,7 @@ class World:
             stop_token_ids=rng.choice(((), (), (1,), (0, 2))),
             use_prefix_cache=rng.random() < 0.85,
             cache_salt=rng.choice(("", "", "", "x")),
-            priority=rng.randrange(3) if self.config.scheduling == "priority" else 0,
+            priority=rng.randrange(3) if self.has_priorities else 0,
         )
         self.requests[request.request_id] = request
         self.driver.add(request)
