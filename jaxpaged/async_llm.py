@@ -102,7 +102,7 @@ class AsyncLLM:
         self._engine_ids: dict[str, str] = {}  # by the user's id
         self._num_queued = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: EngineClient = ThreadEngineClient(engine, self._on_outputs)
+        self._client: EngineClient = ThreadEngineClient(engine, self._on_outputs, self._on_died)
 
     @property
     def info(self) -> ModelInfo:
@@ -232,8 +232,7 @@ class AsyncLLM:
     def close(self) -> None:
         """Stops the engine and frees the device's memory; what runs fails. Idempotent."""
         self._client.close()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_all, "the engine was closed")
+        self._on_died("the engine was closed")
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -315,10 +314,13 @@ class AsyncLLM:
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Called in the engine's thread."""
-        loop = self._loop
-        assert loop is not None
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(self._deliver, outputs)
+        assert self._loop is not None
+        _call_soon(self._loop, self._deliver, outputs)
+
+    def _on_died(self, error: str) -> None:
+        """Nothing more comes from the engine. Called in any thread."""
+        if self._loop is not None:
+            _call_soon(self._loop, self._fail_all, error)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         collectors = self._collectors
@@ -336,3 +338,9 @@ class AsyncLLM:
             if collector is not None:
                 self._num_queued -= not collector.is_started
                 collector.on_ended(ended)
+
+
+def _call_soon[T](loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
+    """From any thread; does nothing when the loop was closed, for nobody waits there then."""
+    with contextlib.suppress(RuntimeError):  # why no check before: it may close in between
+        loop.call_soon_threadsafe(callback, value)

@@ -38,13 +38,21 @@ class ThreadEngineClient:
 
     Args:
       on_outputs: called in that thread, once a step that has something to tell.
+      on_died: called in that thread with one line, when the loop broke: nothing more comes then.
     """
 
-    def __init__(self, engine: Engine, on_outputs: Callable[[StepOutputs], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        on_outputs: Callable[[StepOutputs], None],
+        on_died: Callable[[str], None],
+    ):
         self._engine = engine
         self._on_outputs = on_outputs
+        self._on_died = on_died
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._is_closed = False
+        self._lock = threading.Lock()  # no call is queued once there is a refusal
+        self._refusal: str | None = None
         self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
@@ -68,34 +76,55 @@ class ThreadEngineClient:
 
     def close(self) -> None:
         """Stops the loop after the step under way and frees the device's memory. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._calls.put(lambda: None)  # wakes the thread
-            self._thread.join()
+        self._refuse("the engine was closed")
+        self._calls.put(lambda: None)  # wakes the thread
+        self._thread.join()
 
     def _ask[T](self, call: Callable[[], T]) -> "Future[T]":
         """Has `call` made by the engine's thread.
 
         Raises:
-          EngineClosedError: the client was closed.
+          EngineClosedError: the client was closed, or its engine died.
         """
-        if self._is_closed:
-            raise EngineClosedError("the engine was closed")
         future: Future[T] = Future()
 
         def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
+                if self._refusal is not None:
+                    raise EngineClosedError(self._refusal)
                 future.set_result(call())
+            except EngineClosedError as error:
+                future.set_exception(error)
             except Exception as error:
                 logger.exception("a call to the engine failed")
                 future.set_exception(error)
 
-        self._calls.put(answer)
+        with self._lock:
+            if self._refusal is not None:
+                raise EngineClosedError(self._refusal)
+            self._calls.put(answer)
         return future
 
+    def _refuse(self, reason: str) -> None:
+        with self._lock:
+            self._refusal = self._refusal or reason
+
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except Exception as error:
+            logger.exception("the engine died")
+            self._refuse(f"the engine died: {type(error).__name__}")
+            self._on_died(f"the engine died: {type(error).__name__}")
+        while not self._calls.empty():
+            self._calls.get()()  # refused
+        self._engine.close()
+
+    def _run_steps(self) -> None:
         engine, calls = self._engine, self._calls
-        while not self._is_closed:
+        while self._refusal is None:
             if not engine.has_work:
                 calls.get()()
             while not calls.empty():
@@ -103,4 +132,3 @@ class ThreadEngineClient:
             outputs = engine.step()
             if outputs:
                 self._on_outputs(outputs)
-        engine.close()

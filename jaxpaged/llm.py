@@ -8,13 +8,14 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
 
 from tqdm.auto import tqdm
 
 from jaxpaged.async_llm import AsyncLLM
-from jaxpaged.errors import InvalidFieldError
+from jaxpaged.errors import EngineClosedError, InvalidFieldError
 from jaxpaged.outputs import Delta, EngineStats, ModelInfo, RequestOutput
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.text import Tokenizer
@@ -108,6 +109,8 @@ class LLM:
         if not self._is_closed:
             self._is_closed = True
             self._llm.close()
+            # Calls of other threads get their error before the loop stops.
+            asyncio.run_coroutine_threadsafe(_end_of_other_tasks(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -152,7 +155,7 @@ class LLM:
         """Runs a coroutine in the loop's thread; an interrupt here cancels it there."""
         if self._is_closed:
             coroutine.close()
-            raise RuntimeError("this LLM was closed")
+            raise EngineClosedError("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -167,11 +170,18 @@ async def _next_or_none(deltas: AsyncIterator[Delta]) -> Delta | None:
     return await anext(deltas, None)
 
 
+async def _end_of_other_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
+
+
 def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt alone is a list of one; a list of numbers is one prompt."""
     if isinstance(prompts, str | ChatPrompt):
         return [prompts]
     items = list(prompts)
-    if items and all(hasattr(item, "__index__") for item in items):
+    # NumPy's integers are Integral, its arrays are not.
+    if items and all(isinstance(item, Integral) for item in items):
         return [cast(list[int], items)]
     return cast(list[Prompt], items)

@@ -3,9 +3,8 @@
 Each refusal is one line that names the field, the value and the limit.
 """
 
-import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,6 +17,9 @@ from jaxpaged.sampling_params import (
     ResolvedParams,
     SamplingParams,
 )
+
+# Floats reach the device in 32 bits.
+_MAX_FLOAT = 3.4028234e38
 
 _UNSUPPORTED = (
     "min_tokens",
@@ -200,7 +202,8 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, min_p: float) 
 
 def _check_float(name: str, value: Any, is_ok: Callable[[float], bool], limit: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and is_ok(value)):
+    # Compared, not asked `math.isfinite`: that fails on an integer above every float.
+    if not (is_number and abs(value) <= _MAX_FLOAT and is_ok(value)):
         raise InvalidFieldError(name, f"{name}={value!r} must be a finite number {limit}")
 
 
@@ -222,7 +225,7 @@ def _check_bool(name: str, value: Any, default: bool) -> bool:
 def _check_id(what: str, token_id: Any, vocab_size: int, *, field: str) -> int:
     try:
         number = token_id.__index__()  # numpy's integers too
-    except AttributeError:
+    except (AttributeError, TypeError):  # an array has the method, and refuses
         raise InvalidFieldError(field, f"{what} is {token_id!r}, not an integer") from None
     if not 0 <= number < vocab_size:
         raise InvalidFieldError(
@@ -231,14 +234,18 @@ def _check_id(what: str, token_id: Any, vocab_size: int, *, field: str) -> int:
     return number
 
 
-def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+def _check_ids(name: str, token_ids: Any, vocab_size: int) -> frozenset[int]:
+    if not isinstance(token_ids, Iterable):
+        raise InvalidFieldError(name, f"{name}={token_ids!r} must be a list of token ids")
     return frozenset(
         _check_id(f"{name}[{i}]", token_id, vocab_size, field=name)
         for i, token_id in enumerate(token_ids)
     )
 
 
-def _check_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+def _check_stop(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop, Iterable | None):
+        raise InvalidFieldError("stop", f"stop={stop!r} must be a string or a list of strings")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidFieldError(

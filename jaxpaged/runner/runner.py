@@ -7,6 +7,7 @@ host may plan the next step.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,14 +103,13 @@ class Runner:
 
     def reset(self) -> None:
         """Makes an empty pool after a failed step, which may have consumed the old one."""
+        _free((self.pool, self._state))  # first: the device may not hold two
         self.pool = self._new_pool()
         self._state = self._new_state()
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""
-        for array in jax.tree.leaves((self.weights, self.pool, self._state)):
-            if not array.is_deleted():
-                array.delete()
+        _free((self.weights, self.pool, self._state))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for pairs in _slices(copies, COPY_SIZES[-1]):
@@ -151,6 +151,12 @@ class Runner:
             token_ids=jnp.zeros(num_rows, jnp.int32, device=sharding),
             block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=sharding),
         )
+
+
+def _free(arrays: Any) -> None:
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _slices[T](items: list[T], size: int) -> Iterator[list[T]]:

@@ -42,10 +42,21 @@ def sample_tokens(
     temperature = jnp.where(is_random, inputs.temperature, 1.0)[:, None]
     # The maximum goes first: a tiny temperature then gives -inf for the others, never NaN.
     scaled = jnp.where(logits < highest, (logits - highest) / temperature, 0.0)
-    keep = scaled >= jnp.log(inputs.min_p)[:, None]
-    keep = _keep_top(scaled, keep, inputs.top_k, inputs.top_p)
+    keep = kept_tokens(scaled, inputs)
     drawn = jnp.argmax(jnp.where(keep, scaled + _noise(inputs, logits.shape[1]), -jnp.inf), axis=-1)
     return jnp.where(is_random, drawn.astype(jnp.int32), greedy), is_finite
+
+
+def kept_tokens(
+    scaled: Float32[Array, "num_samples vocab"], inputs: SampleInputs
+) -> Bool[Array, "num_samples vocab"]:
+    """The tokens that min_p, then top_k, then top_p leave; at least one a row.
+
+    Args:
+      scaled: logits over temperature, less the row's maximum, so that the best are 0.
+    """
+    keep = scaled >= jnp.log(inputs.min_p)[:, None]
+    return _keep_top(scaled, keep, inputs.top_k, inputs.top_p)
 
 
 def _keep_top(
@@ -63,7 +74,9 @@ def _keep_top(
 
     def apply_top_p(keep):
         weights = jnp.where(keep, jnp.exp(scaled), 0.0)
-        kept = _keep_heaviest(keys, keep, weights, top_p * weights.sum(axis=-1))
+        # Never 0: a top_p too small for float32 still keeps the best token.
+        wanted = jnp.maximum(top_p * weights.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
+        kept = _keep_heaviest(keys, keep, weights, wanted)
         return jnp.where(top_p[:, None] < 1, kept, keep)
 
     keep = jax.lax.cond((top_k > 0).any(), apply_top_k, lambda keep: keep, keep)
