@@ -57,7 +57,7 @@ def find_pairs(metadata: AttentionMetadata, q_tile: int, num_tiles: int) -> Pair
     # A pair more starts with every row and with every tile: no more than that.
     index = jnp.arange(num_rows + num_tiles + 1, dtype=jnp.int32)
     used = jnp.minimum(index, jnp.maximum(count - 1, 0))
-    row = jnp.searchsorted(ends, used, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(ends, used, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, num_rows - 1)
     tile = jnp.minimum(first_tiles[row] + used - (ends[row] - counts[row]), num_tiles - 1)
     return Pairs(row, tile, count)

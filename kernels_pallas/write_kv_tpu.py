@@ -86,7 +86,7 @@ def _find_units(
     # n tokens of a row touch at most (n - 2) / unit + 2 units, and at most n.
     max_units = min(num_tokens, num_tokens // write_unit + 2 * num_rows)
     index = jnp.arange(max_units, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, num_rows - 1)
     unit = first_units[row] + index - (ends[row] - counts[row])
     position = unit * write_unit
