@@ -119,7 +119,9 @@ def default_tpu_tuning(
     groups = 2 if generation.num_cores == 2 and num_kv_heads % 2 == 0 else 1
     # A buffer holds what keeps memory busy, so that two more in flight forgive an uneven start.
     fetch = _power_of_two(generation.in_flight_bytes // token_bytes)
-    fetch = _whole_blocks(min(max(fetch, 256), 2048), block_size)
+    # No more of VMEM than all buffers may take, where tokens are wide.
+    room = generation.vmem_bytes // 16 * groups // token_bytes
+    fetch = _whole_blocks(min(max(fetch, 256), 2048, _power_of_two(room)), block_size)
     compute = min(fetch, _whole_blocks(512, block_size))
     # 512 query rows of a matrix product fill the unit; more only cost VMEM.
     queries = min(max(_power_of_two(512 // group), 16), 256)

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from kernels_pallas import ops
 from kernels_pallas.tuning import AttentionTuning, TPUPhaseTuning, TPUTuning
 
-IMPLEMENTATIONS = ["xla", "tpu_interpret"]
+# The interpreter takes seconds to compile each size; test_attention_tpu.py is its quick part.
+IMPLEMENTATIONS = ["xla", pytest.param("tpu_interpret", marks=pytest.mark.long)]
 SM_SCALE = 0.3
 # Several tiles a row, q tiles that end inside a row, a table that is not whole tiles wide.
 SMALL_TILES = AttentionTuning(kv_tile=12, q_tile=4)
