@@ -22,13 +22,17 @@ from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.pool import KVPool
 from kernels_pallas.tuning import (
     TPU_GENERATIONS,
+    TPUPhaseTuning,
     TPUTuning,
     default_tpu_tuning,
+    phase_vmem_bytes,
     shrink_to,
 )
 from kernels_pallas.write_kv_tpu import write_prefill_kv
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
+# For what the compiler spills and for the write's staging.
+_VMEM_SLACK_BYTES = 4 * 2**20
 
 
 def unsupported(
@@ -135,9 +139,6 @@ class _Call:
         self.interpret = interpret
         self.tables = metadata.block_tables.reshape(-1)
         self.lanes = pool.data.shape[4]
-        generation = TPU_GENERATIONS.get(_device_kind(), TPU_GENERATIONS["TPU v5 lite"])
-        # Half is left to XLA, which keeps other operands there.
-        self.vmem_limit_bytes = generation.vmem_bytes // 2
 
     def decode(
         self, q: Array, k_new: Array, v_new: Array, data: Array, num_rows: Array
@@ -166,7 +167,7 @@ class _Call:
             tuning=phase,
             write_unit=_write_unit(self.pool),
             head_groups=self.tuning.head_groups,
-            vmem_limit_bytes=self.vmem_limit_bytes,
+            vmem_limit_bytes=self._vmem_limit(phase, heads.shape[2], phase.queries),
             interpret=self.interpret,
         )
         return self._to_tokens(out.swapaxes(0, 1)[: q.shape[0], :, :group], q), data
@@ -194,12 +195,27 @@ class _Call:
             options=self.options,
             tuning=self.tuning.prefill,
             head_groups=self.tuning.head_groups,
-            vmem_limit_bytes=self.vmem_limit_bytes,
+            vmem_limit_bytes=self._vmem_limit(self.tuning.prefill, group * q_tile, 1),
             interpret=self.interpret,
         )
         out = out.reshape(num_kv_heads, num_tiles, group, q_tile, self.lanes)
         out = out.transpose(1, 3, 0, 2, 4).reshape(-1, num_kv_heads, group, self.lanes)
         return self._to_tokens(out[:num_tokens], q)
+
+    def _vmem_limit(self, phase: TPUPhaseTuning, num_queries: int, num_blocks: int) -> int:
+        """What the kernel may take; XLA fills the rest with weights that it fetches ahead."""
+        _, planes, num_kv_heads, _, lanes = self.pool.data.shape
+        num_heads, itemsize = num_kv_heads // self.tuning.head_groups, self.pool.dtype.itemsize
+        needed = phase_vmem_bytes(
+            phase,
+            token_bytes=planes * num_heads * lanes * itemsize,
+            num_heads=num_heads,
+            num_queries=num_queries,
+            num_blocks=num_blocks,
+            lanes=lanes,
+            itemsize=itemsize,
+        )
+        return needed + _VMEM_SLACK_BYTES
 
     def _by_kv_head(self, q: Array) -> Array:
         """[num_tokens, num_kv_heads, group, lanes]; zeros where V lies beside K, and in padding."""

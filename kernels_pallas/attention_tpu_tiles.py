@@ -26,6 +26,8 @@ from kernels_pallas.metadata import AttentionOptions
 
 # Width of a TPU register's last axis; m and l are kept in whole registers, one value a row.
 LANES = 128
+# Heads of up to so many queries are computed in one stretch of code.
+_UNROLLED_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def attend_tile(
     item: Item,
     tile: Any,
     kv_ref: Any,
-    q_of: Callable[[int], jax.Array],
+    q_of: Callable[[Any], jax.Array],
     visible_from: Callable[[Any], jax.Array],
     state: StateRefs,
 ) -> None:
@@ -201,9 +203,16 @@ def attend_tile(
         position = start + offset
         _clear_unseen(kv_ref, keys, position, tiles.compute, item)
         visible = visible_from(position)
-        for head in range(kv_ref.shape[1]):
+
+        def compute_head(head, _):
             k, v = kv_ref[0, head, keys, :], kv_ref[-1 % kv_ref.shape[0], head, keys, :]
             _update(state, head, q_of(head), k, v, visible, options)
+
+        # Few queries leave the units idle between heads; many fill them, and code that is
+        # unrolled over heads then only takes long to compile.
+        num_heads = kv_ref.shape[1]
+        is_small = visible.shape[0] <= _UNROLLED_QUERIES
+        lax.fori_loop(0, num_heads, compute_head, None, unroll=num_heads if is_small else 1)
 
     lax.fori_loop(first, stop, compute, None)
 
@@ -223,7 +232,7 @@ def _clear_unseen(kv_ref: Any, keys: Any, position: Any, size: int, item: Item) 
 
 def _update(
     state: StateRefs,
-    head: int,
+    head: Any,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

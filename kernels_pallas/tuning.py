@@ -132,6 +132,34 @@ def default_tpu_tuning(
     )
 
 
+def phase_vmem_bytes(
+    phase: TPUPhaseTuning,
+    *,
+    token_bytes: int,
+    num_heads: int,
+    num_queries: int,
+    num_blocks: int,
+    lanes: int,
+    itemsize: int,
+) -> int:
+    """An estimate of a phase's VMEM, from above.
+
+    Args:
+      token_bytes: of one token's K and V of the heads that a core works on.
+      num_heads: KV heads that a core works on.
+      num_queries: query rows of one KV head that are computed together.
+      num_blocks: groups of them in one grid step.
+    """
+    buffers = phase.num_buffers * phase.fetch * token_bytes
+    rows = num_heads * num_queries
+    # Queries and output, twice each, as the pipeline fetches the next and writes the last.
+    operands = 4 * num_blocks * rows * lanes * itemsize
+    state = rows * 4 * (lanes + 2 * 128)
+    # Scores, weights, masks and what the compiler keeps of them between its stages.
+    scores = 8 * 4 * num_queries * phase.compute
+    return buffers + operands + state + scores
+
+
 def shrink_to(tuning: TPUPhaseTuning, max_tokens: int, block_size: int) -> TPUPhaseTuning:
     """No more KV tokens in a buffer than a row can have."""
     fetch = min(tuning.fetch, _whole_blocks(_power_of_two(2 * max_tokens - 1), block_size))

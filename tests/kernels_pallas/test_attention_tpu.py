@@ -62,7 +62,7 @@ class Variant:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=self.block_size,
-            num_blocks=num_rows * 80 // self.block_size,
+            num_blocks=num_rows * -(-80 // self.block_size),
             table_width=80 // self.block_size + 1,
             num_tokens=num_rows if self.is_decode else 40,
             num_rows=num_rows,
