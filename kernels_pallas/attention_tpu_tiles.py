@@ -98,7 +98,19 @@ class KVStream:
     def wait(self, item: Item, tile: Any) -> Any:
         """The buffer's number, once the tile has arrived in it."""
         buffer = self.cursor_ref[self.USED] % self.tiles.num_buffers
-        self._for_each_copy(item, tile, buffer, lambda copy: copy.wait())
+        first, stop = self._blocks(item, tile)
+        is_full = stop - first == self.tiles.fetch // self.tiles.block_size
+
+        # A semaphore counts bytes: the copies of a full tile are waited for as if they were one.
+        @pl.when(is_full)
+        def _():
+            whole = self.buffers_ref.at[buffer]
+            pltpu.make_async_copy(whole, whole, self.semaphores.at[buffer]).wait()
+
+        @pl.when(jnp.logical_not(is_full))
+        def _():
+            self._for_each_copy(item, tile, buffer, lambda copy: copy.wait())
+
         return buffer
 
     def release(self) -> None:
@@ -129,10 +141,7 @@ class KVStream:
     def _for_each_copy(self, item: Item, tile: Any, buffer: Any, act: Callable[[Any], None]):
         """The blocks of a tile that hold keys of the item, each with its copy."""
         tiles = self.tiles
-        blocks_per_tile = tiles.fetch // tiles.block_size
-        start = tile * blocks_per_tile
-        first = jnp.maximum(item.first // tiles.block_size, start)
-        stop = jnp.minimum(pl.cdiv(item.end, tiles.block_size), start + blocks_per_tile)
+        start = tile * (tiles.fetch // tiles.block_size)
         num_heads = self.buffers_ref.shape[2]
 
         def visit(index, _):
@@ -144,7 +153,15 @@ class KVStream:
             target = self.buffers_ref.at[buffer, :, :, pl.ds(offset, tiles.block_size), :]
             act(pltpu.make_async_copy(source, target, self.semaphores.at[buffer]))
 
-        lax.fori_loop(first, stop, visit, None)
+        lax.fori_loop(*self._blocks(item, tile), visit, None)
+
+    def _blocks(self, item: Item, tile: Any) -> tuple[Any, Any]:
+        """First entry of the block table that a tile holds for an item, the one after its last."""
+        tiles = self.tiles
+        blocks_per_tile = tiles.fetch // tiles.block_size
+        start = tile * blocks_per_tile
+        first = jnp.maximum(item.first // tiles.block_size, start)
+        return first, jnp.minimum(pl.cdiv(item.end, tiles.block_size), start + blocks_per_tile)
 
 
 class StateRefs(NamedTuple):
