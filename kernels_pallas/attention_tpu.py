@@ -1,4 +1,4 @@
-"""Paged attention on a TPU: operands as the kernels want them, and which kernel computes which rows.
+"""Paged attention on a TPU: operands as the kernels want them, and who computes which rows.
 
     rows     | decode rows              | other rows                         | padded |
     write    | in the decode kernel     | write_kv_tpu, before the attention |        |
@@ -187,7 +187,7 @@ class _Call:
             heads.reshape(num_kv_heads, num_tiles, group * q_tile, self.lanes),
             data,
             self._spread_sinks(lambda sinks: jnp.repeat(sinks, q_tile, axis=1)),
-            jnp.stack([self.first_row, pairs.count]),
+            jnp.stack([self.first_row, pairs.num_pairs]),
             pairs,
             self.metadata.cu_q_lens,
             self.metadata.kv_lens,

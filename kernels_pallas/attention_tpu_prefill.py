@@ -32,16 +32,16 @@ from kernels_pallas.tuning import TPUPhaseTuning
 
 
 class Pairs(NamedTuple):
-    """Which query tile meets which row, in order. Unused entries repeat the last pair's tile.
+    """Which query tile meets which row, in order. Unused entries repeat the last pair.
 
     Attributes:
-      rows, tiles: int32[max_pairs + 1]; the tile after the last pair is -1.
-      count: int32[], pairs in use.
+      rows, tiles: int32[max_pairs + 1].
+      num_pairs: int32[], pairs in use.
     """
 
     rows: jax.Array
     tiles: jax.Array
-    count: jax.Array
+    num_pairs: jax.Array
 
 
 def find_pairs(metadata: AttentionMetadata, q_tile: int, num_tiles: int) -> Pairs:

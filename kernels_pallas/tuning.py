@@ -105,16 +105,23 @@ TPU_GENERATIONS = {
 }
 
 
+# Tiles that scripts/tune_tpu.py measured to be the best, by device_kind and bytes of one token's K
+# and V in one layer on one device. None yet: nobody has run it.
+MEASURED_TPU_TILES: dict[tuple[str, int], TPUTuning] = {}
+
+
 def default_tpu_tuning(
     device_kind: str, *, token_bytes: int, num_kv_heads: int, group: int, block_size: int
 ) -> TPUTuning:
-    """Tiles from the estimate (docs/tpu.md); scripts/tune_tpu.py measures better ones.
+    """Measured tiles, or else those of the estimate (docs/tpu.md).
 
     Args:
       device_kind: JAX's name of the device; an unknown one is taken for the smallest.
       token_bytes: of one token's K and V in one layer, on one device.
       group: query heads of a KV head.
     """
+    if measured := MEASURED_TPU_TILES.get((device_kind, token_bytes)):
+        return measured
     generation = TPU_GENERATIONS.get(device_kind, TPU_GENERATIONS["TPU v5 lite"])
     groups = 2 if generation.num_cores == 2 and num_kv_heads % 2 == 0 else 1
     # A buffer holds what keeps memory busy, so that two more in flight forgive an uneven start.

@@ -27,6 +27,7 @@ from tpu_programs import (
     AttentionShape,
     Program,
     compile_attention,
+    compile_block_copies,
     compile_step,
     topology_mesh,
 )
@@ -139,6 +140,7 @@ def step_tasks(generation: str, *, short: bool) -> Iterator[Task]:
             yield Task(generation, name, partial(_step, one, 1, LLAMA_8B, bucket))
         name = f"Llama-3.1-8B {phase}, 4 devices"
         yield Task(generation, name, partial(_step, four, 4, LLAMA_8B, bucket))
+    yield Task(generation, "Qwen3-4B, block copies", partial(_block_copies, one))
 
 
 def _attention(topology: str, shape: AttentionShape) -> Program:
@@ -149,8 +151,13 @@ def _step(topology: str, num_devices: int, model: ModelConfig, bucket: Bucket) -
     return compile_step(topology_mesh(topology, num_devices), model, bucket)
 
 
+def _block_copies(topology: str) -> Program:
+    return compile_block_copies(topology_mesh(topology, 1), QWEN3_4B)
+
+
 def run(task: Task) -> Row:
     start = time.monotonic()
+    # why any exception: what the compiler refuses comes in many classes, and is a line of the table
     try:
         program = task.compile()
     except Exception as error:
@@ -180,7 +187,7 @@ def _copying(topology: str) -> Program:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compiles for TPUs and checks memory.")
     parser.add_argument("--short", action="store_true", help="what CI runs, under 3 minutes")
     parser.add_argument("--generation", choices=TOPOLOGIES, action="append")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))

@@ -207,7 +207,9 @@ def main() -> None:
                         f"{dma:.2f} / {core:.2f} |"
                     )
     rate, batch = serving_rate(Device("TPU v6 lite"), LLAMA_8B, 1800, 128, args.block_size)
-    print(f"\nLlama-3.1-8B on one v6e, 1800 in / 128 out: {rate:.0f} output tokens/s, {batch} at once")
+    print(
+        f"\nLlama-3.1-8B on one v6e, 1800 in / 128 out: {rate:.0f} output tokens/s, {batch} at once"
+    )
     print("\n| TPU | decode: fetch x buffers, compute | bytes ahead | prefill: queries x keys |")
     print("|---|---|---|---|")
     for kind, generation in TPU_GENERATIONS.items():

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
-from jaxpaged.runner.executables import Executables
+from jaxpaged.runner.executables import COPY_SIZES, Executables
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState
 from jaxpaged.runner.weight_structure import Parameter, WeightStructure
@@ -56,6 +56,7 @@ QWEN3_4B = ModelConfig.from_hf(
 )
 
 _WHOLE = PartitionSpec()
+_MEMORY_FRACTION = 0.9  # as engines have it
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,11 @@ class Program:
 
     compiled: jax.stages.Compiled
     seconds: float
-    pool: jax.ShapeDtypeStruct
+    pool: Any  # ShapeDtypeStruct of its array
     generation: TPUGeneration
 
     @property
     def pool_bytes(self) -> int:
-        assert self.pool.sharding is not None
         shape = self.pool.sharding.shard_shape(self.pool.shape)
         return int(np.prod(shape)) * self.pool.dtype.itemsize
 
@@ -102,7 +102,9 @@ class Program:
         return found
 
     def _lines(self) -> list[str]:
-        return self.compiled.as_text().splitlines()
+        text = self.compiled.as_text()
+        assert text is not None
+        return text.splitlines()
 
 
 def _vmem_of(line: str) -> int:
@@ -192,7 +194,7 @@ def compile_attention(
         jitted = jax.jit(attend, donate_argnums=(3,) if donate else ())
         lowered = jitted.lower(q, kv, kv, pool, metadata, sinks)
         compiled = lowered.compile()
-    return Program(compiled, time.monotonic() - start, pool.data, generation_of(mesh))  # pyright: ignore
+    return Program(compiled, time.monotonic() - start, pool.data, generation_of(mesh))
 
 
 def compile_step(
@@ -202,9 +204,26 @@ def compile_step(
     *,
     block_size: int = 16,
     max_model_len: int = 4096,
-    memory_fraction: float = 0.9,
 ) -> Program:
     """The engine's own `forward` program of a bucket, its pool filling the memory left."""
+    executables, pool = _engine(mesh, model, bucket, block_size, max_model_len)
+    start = time.monotonic()
+    compiled = executables.forward(bucket)
+    return Program(compiled, time.monotonic() - start, pool, generation_of(mesh))
+
+
+def compile_block_copies(mesh: Mesh, model: ModelConfig) -> Program:
+    """The engine's own program for the most copies of blocks at once."""
+    executables, pool = _engine(mesh, model, Bucket(64, 64), 16, 4096)
+    start = time.monotonic()
+    compiled = executables.copy_blocks(COPY_SIZES[-1])
+    return Program(compiled, time.monotonic() - start, pool, generation_of(mesh))
+
+
+def _engine(
+    mesh: Mesh, model: ModelConfig, bucket: Bucket, block_size: int, max_model_len: int
+) -> tuple[Executables, Any]:
+    """What a runner would call, and the array of its pool."""
     structure = WeightStructure(model, model.dtype, "flat", mesh)
     weights = _weights(structure)
     sizes: dict[str, Any] = {
@@ -215,28 +234,21 @@ def compile_step(
         "dtype": jnp.dtype(model.dtype),
         "layout": "tpu",
     }
-    room = generation_of(mesh).hbm_bytes * mesh.size * memory_fraction - _num_bytes(weights)
+    room = generation_of(mesh).hbm_bytes * mesh.size * _MEMORY_FRACTION - _num_bytes(weights)
     # The engine leaves the same for a step's widest arrays (runner/start.py).
     room -= 16 * (bucket.num_tokens * model.intermediate_size + 8 * model.vocab_size)
     num_blocks = int(room // pool_bytes_per_block(**sizes))
     if num_blocks < 1:
         raise ValueError(f"{model.model_type} does not fit {mesh.size} devices: {room=:.3g}")
     pool = _pool(mesh, num_blocks=num_blocks, **sizes)
-    state = BatchState(
-        token_ids=_struct(mesh, (bucket.num_rows + 1,), jnp.int32),  # pyright: ignore
-        block_tables=_struct(  # pyright: ignore
-            mesh, (bucket.num_rows + 1, max_model_len // block_size), jnp.int32
-        ),
-    )
-    executables = Executables(weights, pool, state, block_size, "tpu")
-    start = time.monotonic()
-    compiled = executables.forward(bucket)
-    return Program(compiled, time.monotonic() - start, pool.data, generation_of(mesh))  # pyright: ignore
+    num_rows = bucket.num_rows + 1
+    tables = _struct(mesh, (num_rows, max_model_len // block_size), jnp.int32)
+    state = BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
+    return Executables(weights, pool, state, block_size, "tpu"), pool.data
 
 
-def _struct(
-    mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _WHOLE
-) -> jax.ShapeDtypeStruct:
+def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _WHOLE) -> Any:
+    """A ShapeDtypeStruct, which stands in for an array."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -44,7 +44,10 @@ def _run(arrays, sinks, *, options, tuning, dma_mode):
     params = pltpu.InterpretParams(
         detect_races=True, dma_execution_mode=dma_mode, vector_clock_size=1024
     )
-    return attention_tpu.paged_attention(*arrays, options, sinks, tuning, interpret=params)
+    q, k_new, v_new, pool, layer, metadata = arrays
+    return attention_tpu.paged_attention(
+        q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=params
+    )
 
 
 def reports_race(run: Callable[[], Any], capsys: Any) -> bool:

@@ -89,9 +89,7 @@ VARIANTS = {
     "sixteen_query_heads": Variant(num_q_heads=16, num_kv_heads=1, head_dim=256),
     "padded_head_dim": Variant(num_q_heads=6, head_dim=80, window=9),
     "bf16": Variant(head_dim=128, block_size=16, dtype=BF16),
-    "bf16_all_options": Variant(
-        block_size=16, dtype=BF16, window=13, soft_cap=2.0, has_sinks=True
-    ),
+    "bf16_all_options": Variant(block_size=16, dtype=BF16, window=13, soft_cap=2.0, has_sinks=True),
     "blocks_of_128": Variant(head_dim=128, block_size=128, tuning=WIDE_BLOCKS, soft_cap=5.0),
     "two_head_groups": Variant(tuning=replace(TILES, head_groups=2), has_sinks=True),
 }
