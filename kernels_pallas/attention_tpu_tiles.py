@@ -12,6 +12,7 @@ for arithmetic. A fetch tile is computed in smaller compute tiles.
 No ref is reshaped or bitcast, so the interpreter runs all of it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ from kernels_pallas.metadata import AttentionOptions
 
 # Width of a TPU register's last axis; m and l are kept in whole registers, one value a row.
 LANES = 128
-# Heads of up to so many queries are computed in one stretch of code.
+# Heads of up to so many queries are computed in one stretch of code, so many at a time.
 _UNROLLED_QUERIES = 64
+_UNROLLED_HEADS = 8
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ def attend_tile(
         # unrolled over heads then only takes long to compile.
         num_heads = kv_ref.shape[1]
         is_small = visible.shape[0] <= _UNROLLED_QUERIES
-        lax.fori_loop(0, num_heads, compute_head, None, unroll=num_heads if is_small else 1)
+        unroll = math.gcd(num_heads, _UNROLLED_HEADS) if is_small else 1
+        lax.fori_loop(0, num_heads, compute_head, None, unroll=unroll)
 
     lax.fori_loop(first, stop, compute, None)
 
