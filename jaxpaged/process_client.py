@@ -5,11 +5,9 @@ requests but not the server, and the front's process never loads JAX.
 """
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -18,19 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.engine_client import EngineClient, EngineState, OnDied, OnOutputs
+from jaxpaged.engine_mailbox import Mailbox
 from jaxpaged.engine_messages import (
-    REPLY_TYPES,
-    Ask,
     Close,
-    Command,
     FinishSequence,
     Ready,
-    Reply,
     StartFailed,
     Submit,
     decode_engine_message,
@@ -96,12 +90,7 @@ class ProcessEngineClient:
         self._busy_since = self._spawn.Value("d", 0.0, lock=False)
         self._folder = Path(tempfile.mkdtemp(prefix="jaxpaged-"))
         self._checkpoint_path: str | None = None
-        self._lock = threading.Lock()  # of the state, the commands and the calls
-        self._state = EngineState.RESTARTING
-        self._commands: list[Command] = []
-        self._calls: dict[int, tuple[Ask, Future[Any]]] = {}
-        self._num_calls = 0
-        self._wake, self._woken = socket.socketpair()
+        self._mailbox = Mailbox()
         self._closing = threading.Event()
         self._started: Future[ResolvedConfig] = Future()
         self.process_id: int | None = None
@@ -117,7 +106,7 @@ class ProcessEngineClient:
 
     @property
     def state(self) -> EngineState:
-        return self._state
+        return self._mailbox.state
 
     @property
     def step_age_s(self) -> float:
@@ -125,65 +114,32 @@ class ProcessEngineClient:
         return time.monotonic() - since if since else 0.0
 
     def submit(self, request: EngineRequest) -> None:
-        self._post(Submit(request))
+        self._mailbox.post(Submit(request))
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        self._post(FinishSequence(request_id, index))
+        self._mailbox.post(FinishSequence(request_id, index))
 
     def abort(self, request_id: str) -> "Future[bool]":
-        return self._ask("abort", request_id)
+        return self._mailbox.ask("abort", request_id)
 
     def stats(self) -> "Future[EngineStats]":
-        return self._ask("stats")
+        return self._mailbox.ask("stats")
 
     def block_states(self) -> "Future[list[BlockState]]":
-        return self._ask("block_states")
+        return self._mailbox.ask("block_states")
 
     def reset_prefix_cache(self) -> "Future[int]":
-        return self._ask("reset_prefix_cache")
+        return self._mailbox.ask("reset_prefix_cache")
 
     def update_weights(self, checkpoint_path: str) -> "Future[None]":
-        return self._ask("update_weights", checkpoint_path)
+        return self._mailbox.ask("update_weights", checkpoint_path)
 
     def close(self) -> None:
         """Ends the engine's process, with force if it does not go by itself. Idempotent."""
         self._closing.set()
-        self._wake_up()
+        self._mailbox.wake()
         self._thread.join()
         atexit.unregister(self.close)
-
-    # --- any thread ----------------------------------------------------------------------------
-
-    def _ask(self, method: Any, argument: str | None = None) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            self._check_ready()
-            self._num_calls += 1
-            ask = Ask(self._num_calls, method, argument)
-            self._calls[ask.call_id] = (ask, future)
-            self._leave(ask)
-        return future
-
-    def _post(self, command: Command) -> None:
-        with self._lock:
-            self._check_ready()
-            self._leave(command)
-
-    def _check_ready(self) -> None:
-        if self._state is EngineState.RESTARTING:
-            raise EngineRestartingError("the engine is starting again")
-        if self._state is EngineState.CLOSED:
-            raise EngineClosedError("the engine was closed")
-
-    def _leave(self, command: Command) -> None:
-        """All commands left before the thread wakes go in one message."""
-        self._commands.append(command)
-        if len(self._commands) == 1:
-            self._wake_up()
-
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # the thread has ended, and closed it
-            self._wake.send(b"\0")
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -195,9 +151,8 @@ class ProcessEngineClient:
             self._lose(EngineState.CLOSED, EngineClosedError(f"{type(error).__name__}"))
             if not self._started.done():
                 self._started.set_exception(error)
-        self._state = EngineState.CLOSED
-        self._wake.close()
-        self._woken.close()
+        self._mailbox.set_state(EngineState.CLOSED)
+        self._mailbox.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep_running(self) -> None:
@@ -249,7 +204,8 @@ class ProcessEngineClient:
     def _talk(self, pair: zmq.Socket, sentinel: int) -> JaxpagedError | None:
         """Carries messages until the process has ended or is to be ended."""
         poller = zmq.Poller()
-        for source in (pair, self._woken, sentinel):
+        woken = self._mailbox.woken
+        for source in (pair, woken, sentinel):
             poller.register(source, zmq.POLLIN)
         failure = None
         close_at_s = float("inf")
@@ -259,60 +215,34 @@ class ProcessEngineClient:
                 failure = self._take(pair.recv()) or failure
             elif sentinel in events:  # only now: its last messages came first
                 break
-            if self._woken.fileno() in events:
-                self._woken.recv(4096)
-                self._send_commands(pair)
+            if woken.fileno() in events and (commands := self._mailbox.take_commands()):
+                pair.send(encode(commands))
             if self._closing.is_set() and close_at_s == float("inf"):
-                is_up = self._state is EngineState.READY
+                is_up = self.state is EngineState.READY
                 close_at_s = time.monotonic() + (_CLOSE_TIMEOUT_S if is_up else 0)
                 pair.send(encode([Close()]))
         return failure
-
-    def _send_commands(self, pair: zmq.Socket) -> None:
-        with self._lock:
-            commands, self._commands = self._commands, []
-        if commands:
-            pair.send(encode(commands))
 
     def _take(self, data: bytes) -> JaxpagedError | None:
         message = decode_engine_message(data)
         match message:
             case Ready():
-                with self._lock:
-                    self._state = EngineState.READY
+                self._mailbox.set_state(EngineState.READY)
                 if not self._started.done():
                     self._started.set_result(message.config)
             case StartFailed():
                 return message.failure.error()
             case _:
                 for reply in message.replies:
-                    self._reply(reply)
+                    ask = self._mailbox.answer(reply)
+                    if ask.method == "update_weights" and reply.failure is None:
+                        self._checkpoint_path = ask.argument  # for the next process
                 if message.outputs:
                     self._on_outputs(message.outputs)
         return None
 
-    def _reply(self, reply: Reply) -> None:
-        with self._lock:
-            ask, future = self._calls.pop(reply.call_id)
-        if ask.method == "update_weights" and reply.failure is None:
-            self._checkpoint_path = ask.argument
-        if not future.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
-        if reply.failure is not None:
-            future.set_exception(reply.failure.error())
-        else:
-            value = msgspec.msgpack.decode(reply.value, type=REPLY_TYPES[ask.method])
-            future.set_result(value)
-
     def _lose(self, state: EngineState, error: JaxpagedError) -> None:
-        """The process is gone, and with it all that was said to it."""
-        with self._lock:
-            self._state = state
-            calls, self._calls = self._calls, {}
-            self._commands = []
-        for _, future in calls.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        self._mailbox.lose(state, error)
         self._on_died(error)
 
     def _end(self, process: Any) -> None:

@@ -29,7 +29,7 @@ from jaxpaged.validation import SamplingDefaults
 # Ids in a prompt: what the step does that computes them.
 RAISE, EXIT, STALL, NON_FINITE = 250, 251, 252, 253
 STALL_S = 5.0
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 640
 BLOCK_SIZE = 16
 _DRAWN_IDS = 128  # answers are ASCII
 WEIGHTS = "config.json"  # what a folder must have so that weights can be loaded from it
