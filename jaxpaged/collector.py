@@ -63,6 +63,7 @@ class Collector:
         self.request = request
         self.is_started = False
         self.max_pending_tokens: int | None = None
+        self.is_streamed = False  # its reader wants deltas, not only the end
         self._observer = observer
         params = request.params
         self._sequences = [
@@ -97,7 +98,7 @@ class Collector:
         self._changed.set()
 
     def on_output(self, output: SequenceOutput) -> bool:
-        """Takes new tokens.
+        """Takes new tokens; `wake_reader` must follow, at once or after some more of them.
 
         Returns:
           Whether a stop string ended the sequence, which the engine does not know yet.
@@ -115,7 +116,8 @@ class Collector:
         stopped = self._add_text(sequence, output)
         if self._observer is not None and sequence.finish_reason is not None:
             self._observer.on_sequence_ended(sequence.finish_reason)
-        self._changed.set()
+        if not sequence.was_told:
+            self.wake_reader()  # a first token goes at once, others when the front sees fit
         return stopped and output.finish_reason is None
 
     def on_ended(self, ended: RequestEnded) -> None:
@@ -131,6 +133,9 @@ class Collector:
         self._error = error
         for sequence in self._sequences:
             sequence.text, sequence.token_ids = [], []
+        self._changed.set()
+
+    def wake_reader(self) -> None:
         self._changed.set()
 
     @property
@@ -184,6 +189,7 @@ class Collector:
           JaxpagedError: the request failed, or was ended by `fail`.
         """
         prompt_token_ids = list(self.request.prompt_token_ids)
+        self.is_streamed = True
         yield Accepted(self.request_id, prompt_token_ids, self.request.params.seed)
         told_started = False
         while True:

@@ -1,6 +1,8 @@
 """The requests under way in a front: who reads which answer, and how many still wait to start.
 
-Used in the front's event loop only.
+Used in the front's event loop only. A message to a reader costs far more than a token, so there is
+a limit to how many readers are woken in a second. Where the engine is faster than that, each gets
+several tokens at once: many streams cannot slow the engine down.
 """
 
 import asyncio
@@ -24,6 +26,8 @@ class LiveRequests:
 
     Attributes:
       num_queued: requests that the engine has not scheduled yet.
+      max_wakes_per_s: how often readers of streams are woken, all together; None: at every step.
+        First tokens and ends wake their reader at once and do not count.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -34,6 +38,10 @@ class LiveRequests:
         self._emptied = asyncio.Event()
         self._emptied.set()
         self.num_queued = 0
+        self.max_wakes_per_s: float | None = None
+        self._sleeping: dict[str, Collector] = {}  # their readers have tokens to read
+        self._next_wake_s = 0.0
+        self._is_wake_due = False
 
     def __len__(self) -> int:
         return len(self._by_user_id)
@@ -112,6 +120,8 @@ class LiveRequests:
             if collector.on_output(output):
                 with contextlib.suppress(EngineClosedError, EngineRestartingError):
                     self._client.finish_sequence(output.request_id, output.index)
+            if collector.is_streamed:
+                self._sleeping[output.request_id] = collector
             if collector.is_behind:
                 limit = collector.max_pending_tokens
                 self.fail(
@@ -122,6 +132,14 @@ class LiveRequests:
             if collector is not None:
                 self._leave_queue(collector)
                 collector.on_ended(ended)
+                self._sleeping.pop(ended.request_id, None)
+        if self._sleeping and not self._is_wake_due:
+            loop = asyncio.get_running_loop()
+            if self.max_wakes_per_s is None or loop.time() >= self._next_wake_s:
+                self._wake_readers()
+            else:
+                self._is_wake_due = True
+                loop.call_at(self._next_wake_s, self._wake_readers)
 
     def _leave_engine(self, collector: Collector) -> bool:
         """Aborts a request in the engine; False if it has ended there already."""
@@ -133,6 +151,15 @@ class LiveRequests:
         with contextlib.suppress(EngineClosedError, EngineRestartingError):
             self._client.abort(engine_id)
         return True
+
+    def _wake_readers(self) -> None:
+        sleeping, self._sleeping = self._sleeping, {}
+        self._is_wake_due = False
+        if self.max_wakes_per_s is not None:
+            pause_s = len(sleeping) / self.max_wakes_per_s
+            self._next_wake_s = asyncio.get_running_loop().time() + pause_s
+        for collector in sleeping.values():
+            collector.wake_reader()
 
     def _leave_queue(self, collector: Collector) -> None:
         """It starts now, or ended without a start; does nothing to one that has started."""

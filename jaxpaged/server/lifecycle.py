@@ -85,6 +85,7 @@ class Server:
 
     async def set_ready(self, llm: "AsyncLLM") -> None:
         """From now on requests go to `llm`, which stays the caller's to close."""
+        llm.live.max_wakes_per_s = self._config.max_messages_per_s
         self._state.set_loaded(llm)
         if self._metrics_page is not None:
             self._metrics.watch(llm)

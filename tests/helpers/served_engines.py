@@ -28,7 +28,7 @@ from jaxpaged.validation import SamplingDefaults
 
 # Ids in a prompt: what the step does that computes them.
 RAISE, EXIT, STALL, NON_FINITE = 250, 251, 252, 253
-STALL_S = 5.0
+STALL_S = 2.0
 MAX_MODEL_LEN = 640
 BLOCK_SIZE = 16
 _DRAWN_IDS = 128  # answers are ASCII

@@ -17,7 +17,7 @@ def _llms() -> Generator[Callable[[str], AsyncLLM]]:
 
     @cache
     def make(where: str) -> AsyncLLM:
-        made.append(make_llm(where, STEP_S, num_blocks=40))
+        made.append(make_llm(where, STEP_S, num_blocks=160))
         return made[-1]
 
     yield make

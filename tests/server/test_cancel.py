@@ -101,8 +101,8 @@ def test_leaving_frees_all_blocks(
 def test_cancelling_preempted_sequences_frees_all_blocks(llm: AsyncLLM):
     async def body(service: Service) -> None:
         before = (await service.llm.stats()).preemptions
-        # 40 blocks of 16 hold 640 tokens; these four want 4 * 300
-        calls = [start(service, ask([row, 1, 2], LONG)) for row in range(4)]
+        # 160 blocks of 16 hold 2560 tokens; these eight want 8 * 600
+        calls = [start(service, ask([row, 1, 2], 600)) for row in range(8)]
         async with asyncio.timeout(20):
             while (await service.llm.stats()).preemptions == before:
                 await asyncio.sleep(0.005)
