@@ -53,6 +53,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         check_clear_tokens(config)
+        credentials = server_credentials(config)
         self._config = config
         self._state = ServingState()
         self._metrics = Metrics()
@@ -69,7 +70,6 @@ class Server:
         self._admin = self._make_server(
             _ADMIN, admin, TokenInterceptor(allowed=[admins], users=users), admins
         )
-        credentials = server_credentials(config)
         self.port = bind(self._inference, config.host, config.port, credentials)
         self.admin_port = bind(self._admin, config.admin_host, config.admin_port, credentials)
 
