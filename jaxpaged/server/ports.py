@@ -20,6 +20,8 @@ def channel_options(config: ServerConfig) -> tuple[tuple[str, Any], ...]:
         ("grpc.max_send_message_length", config.max_request_bytes),
         ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
+        # why too: a ping that shares its way with data has a limit of its own, 60 s
+        ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),  # a silent stream is pinged for ever
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_INTERVAL_MS),
