@@ -5,7 +5,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
@@ -46,11 +45,6 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState: ...
-
-    @property
-    def step_age_s(self) -> float:
-        """Seconds since the step or call under way began; 0 when the engine waits for work."""
-        ...
 
     def submit(self, request: EngineRequest) -> None: ...
 
@@ -97,18 +91,12 @@ class ThreadEngineClient:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()  # no call is queued once there is a refusal
         self._refusal: str | None = None
-        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
         self._thread.start()
 
     @property
     def state(self) -> EngineState:
         return EngineState.READY if self._refusal is None else EngineState.CLOSED
-
-    @property
-    def step_age_s(self) -> float:
-        since = self._busy_since_s
-        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, request: EngineRequest) -> None:
         self._ask(lambda: self._engine.add(request))
@@ -175,7 +163,6 @@ class ThreadEngineClient:
             logger.exception("the engine died")
             self._refuse(f"the engine died: {type(error).__name__}")
             self._on_died(EngineClosedError(f"the engine died: {type(error).__name__}"))
-        self._busy_since_s = None
         while not self._calls.empty():
             self._calls.get()()  # refused
         self._engine.close()
@@ -184,13 +171,9 @@ class ThreadEngineClient:
         engine, calls = self._engine, self._calls
         while self._refusal is None:
             if not engine.has_work:
-                self._busy_since_s = None
-                call = calls.get()
-                self._busy_since_s = time.monotonic()
-                call()
+                calls.get()()
             while not calls.empty():
                 calls.get()()
-            self._busy_since_s = time.monotonic()
             outputs = engine.step()
             if outputs:
                 self._on_outputs(outputs)

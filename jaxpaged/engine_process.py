@@ -9,11 +9,10 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import connection, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -45,7 +44,6 @@ def run_engine(
     address: str,
     make_engine: MakeEngine,
     checkpoint_path: str | None,
-    busy_since: Any,
     log_level: int,
 ) -> None:
     """What the process does, from its start to its end.
@@ -53,7 +51,6 @@ def run_engine(
     Args:
       make_engine: loads the model; picklable, for it comes from the front's process.
       checkpoint_path: weights that an earlier engine had taken since its start.
-      busy_since: shared double: when the step under way began (monotonic), 0 while there is none.
     """
     _end_with_parent(address)
     # A terminal or a supervisor signals all processes; the front says when this one may go.
@@ -73,17 +70,16 @@ def run_engine(
             socket.send(encode(StartFailed(Failure.of(error))))
             return
         socket.send(encode(Ready(engine.config)))
-        _Loop(engine, socket, busy_since).run()
+        _Loop(engine, socket).run()
         engine.close()
 
 
 class _Loop:
     """Steps while there is work; commands are read between two steps."""
 
-    def __init__(self, engine: "Engine", socket: zmq.Socket, busy_since: Any):
+    def __init__(self, engine: "Engine", socket: zmq.Socket):
         self._engine = engine
         self._socket = socket
-        self._busy_since = busy_since
         self._replies: list[Reply] = []
         self._is_closing = False
 
@@ -91,9 +87,7 @@ class _Loop:
         engine = self._engine
         while not self._is_closing:
             if not engine.has_work:
-                self._busy_since.value = 0.0
                 self._socket.poll()
-            self._busy_since.value = time.monotonic()
             self._obey_commands()
             outputs = engine.step()
             if outputs or self._replies:

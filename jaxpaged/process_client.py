@@ -87,7 +87,6 @@ class ProcessEngineClient:
         self._max_restarts = max_restarts
         self._backoff_s = backoff_s
         self._spawn = multiprocessing.get_context("spawn")
-        self._busy_since = self._spawn.Value("d", 0.0, lock=False)
         self._folder = Path(tempfile.mkdtemp(prefix="jaxpaged-"))
         self._checkpoint_path: str | None = None
         self._mailbox = Mailbox()
@@ -107,11 +106,6 @@ class ProcessEngineClient:
     @property
     def state(self) -> EngineState:
         return self._mailbox.state
-
-    @property
-    def step_age_s(self) -> float:
-        since = self._busy_since.value
-        return time.monotonic() - since if since else 0.0
 
     def submit(self, request: EngineRequest) -> None:
         self._mailbox.post(Submit(request))
@@ -183,11 +177,10 @@ class ProcessEngineClient:
             pair.set(zmq.SNDHWM, 0)  # never wait for a stuck engine; the queue limit bounds it
             pair.set(zmq.RCVHWM, 0)
             pair.bind(address)
-            self._busy_since.value = 0.0
             level = logging.getLogger().getEffectiveLevel()
             process = self._spawn.Process(
                 target=run_engine,
-                args=(address, self._make_engine, self._checkpoint_path, self._busy_since, level),
+                args=(address, self._make_engine, self._checkpoint_path, level),
                 name="jaxpaged-engine",
                 daemon=True,
             )

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from jaxpaged.engine_client import EngineState
+from jaxpaged.engine_client import EngineClient
 from jaxpaged.errors import EngineClosedError, ServerDrainingError
 
 if TYPE_CHECKING:
@@ -43,17 +43,14 @@ class ServingState:
             raise ServerDrainingError("the server is draining: it takes no new requests")
         return self.get()
 
-    def can_step(self, stall_timeout_s: float) -> bool:
-        """Whether a request that came now would be run."""
-        if self._llm is None or self._is_draining:
-            return False
-        engine = self._llm.engine
-        return engine.state is EngineState.READY and engine.step_age_s < stall_timeout_s
+    @property
+    def engine(self) -> EngineClient | None:
+        """None while loading."""
+        return None if self._llm is None else self._llm.engine
 
     @property
-    def has_lost_engine(self) -> bool:
-        """Whether the engine has gone for good."""
-        return self._llm is not None and self._llm.engine.state is EngineState.CLOSED
+    def takes_requests(self) -> bool:
+        return self._llm is not None and not self._is_draining
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Takes no more requests, and ends those that run when the time is over.

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from jaxpaged.config import EngineConfig
@@ -83,7 +84,11 @@ class FakeEngineClient:
     """An engine that could always step."""
 
     state = EngineState.READY
-    step_age_s = 0.0
+
+    def stats(self) -> Future[EngineStats]:
+        future: Future[EngineStats] = Future()
+        future.set_result(STATS)
+        return future
 
 
 class FakeLiveRequests:

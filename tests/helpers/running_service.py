@@ -16,6 +16,7 @@ from jaxpaged.server.lifecycle import Server
 from jaxpaged.v1 import admin_pb2_grpc, inference_pb2_grpc
 from jaxpaged.v1 import inference_pb2 as pb
 
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -103,7 +104,7 @@ def ask(
 async def tokens_of(call: Any) -> dict[int, list[int]]:
     """Reads a stream to its end: token ids by index."""
     tokens: dict[int, list[int]] = {}
-    while (message := await call.read()) is not grpc.aio.EOF:
+    while (message := await call.read()) is not EOF:
         if message.HasField("delta"):
             tokens.setdefault(message.delta.index, []).extend(message.delta.token_ids)
     return tokens

@@ -23,7 +23,7 @@ USER, ADMIN = "user-token-1", "admin-token-1"
 
 
 @pytest.fixture
-def token_files(tmp_path: Path) -> dict[str, str]:
+def token_files(tmp_path: Path) -> dict[str, Any]:
     files = {"token_file": f"\n{USER}\nuser-token-2\n", "admin_token_file": f"{ADMIN}\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -51,7 +51,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_call_but_health_needs_a_token(token_files: dict[str, str]):
+def test_every_call_but_health_needs_a_token(token_files: dict[str, Any]):
     async def outcome(stub_call: Any, token: str | None) -> grpc.StatusCode:
         metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         try:
@@ -85,7 +85,7 @@ def test_every_call_but_health_needs_a_token(token_files: dict[str, str]):
     with_server(body, **token_files)
 
 
-def test_the_client_sends_its_token_and_gets_our_errors(token_files: dict[str, str]):
+def test_the_client_sends_its_token_and_gets_our_errors(token_files: dict[str, Any]):
     async def body(running: Running) -> None:
         async with AsyncClient(running.address, running.admin_address, token=USER) as client:
             assert [delta.text async for delta in client.stream("x")] == ANSWER
@@ -99,7 +99,7 @@ def test_the_client_sends_its_token_and_gets_our_errors(token_files: dict[str, s
     with_server(body, **token_files)
 
 
-def test_tokens_in_clear_text_stay_on_loopback(token_files: dict[str, str]):
+def test_tokens_in_clear_text_stay_on_loopback(token_files: dict[str, Any]):
     for host in ("127.0.0.1", "localhost", "::1"):
         check_clear_tokens(ServerConfig(host=host, **token_files))
     for changes, name in (
@@ -135,7 +135,7 @@ def test_files_that_cannot_be_used_are_one_clear_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_mutual", [False, True])
-def test_tls(certificates: Path, token_files: dict[str, str], is_mutual: bool):
+def test_tls(certificates: Path, token_files: dict[str, Any], is_mutual: bool):
     files = {name: str(certificates / name) for name in ("ca.pem", "client.pem", "client.key")}
 
     async def body() -> None:

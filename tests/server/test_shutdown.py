@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from typing import Any
 
 import grpc
 import pytest
@@ -46,7 +47,7 @@ class Reader(threading.Thread):
 
 def is_serving(command: Command) -> bool:
     with grpc.insecure_channel(command.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         return stub.Check(health_pb2.HealthCheckRequest()).status == 1
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from helpers.running_service import Service, ask, run_service, tokens_of, until
+from helpers.running_service import EOF, Service, ask, run_service, tokens_of, until
 from helpers.served_engines import make_llm, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
@@ -85,7 +85,7 @@ def test_heartbeats_tell_the_place_in_the_queue(llm: AsyncLLM):
             call.cancel()
         for place, call in enumerate(waiting, 1):
             tokens, last = [], None
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await call.read()) is not EOF:
                 last = message.WhichOneof("event")
                 tokens += message.delta.token_ids
             assert tokens == solo_tokens([place], 30) and last == "finished"
@@ -99,7 +99,7 @@ def test_min_tokens_per_message_merges_all_but_the_first_and_last(llm: AsyncLLM)
         request = pb.StreamRequest(request=ask([3], 30, seed=5, n=2), options=options)
         call = service.stub.Stream(request)
         sizes: dict[int, list[int]] = {0: [], 1: []}
-        while (message := await call.read()) is not grpc.aio.EOF:
+        while (message := await call.read()) is not EOF:
             if message.HasField("delta"):
                 sizes[message.delta.index].append(len(message.delta.token_ids))
         for of_index in sizes.values():
@@ -117,7 +117,7 @@ def test_many_streams_get_fewer_messages_and_all_tokens():
         num_messages = 0
         for row, call in enumerate(calls):
             tokens = []
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await call.read()) is not EOF:
                 num_messages += message.HasField("delta")
                 tokens += message.delta.token_ids
             assert tokens == solo_tokens([row], 60)
@@ -143,7 +143,7 @@ def test_a_reader_that_stops_reading_costs_only_itself(llm: AsyncLLM):
             fast = service.stub.Stream(pb.StreamRequest(request=ask([2], 100)))
             assert await tokens_of(fast) == {0: solo_tokens([2], 100)}
             with pytest.raises(grpc.aio.AioRpcError, match="behind by more than 64") as caught:
-                while await slow.read() is not grpc.aio.EOF:
+                while await slow.read() is not EOF:
                     await asyncio.sleep(0)
             assert caught.value.code() is CODE.RESOURCE_EXHAUSTED
             await service.idle_stats()

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from helpers.running_service import Service, ask, run_service
+from helpers.running_service import EOF, Service, ask, run_service
 from helpers.tiny_models import hf_config, random_checkpoint, tiny_config
 from safetensors.numpy import save_file
 
@@ -70,7 +70,7 @@ def test_what_runs_is_told_and_the_version_is_published(llm: AsyncLLM, tmp_path:
         response = await service.admin.UpdateWeights(update)
         assert response.weights_version == update.weights_version
         with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced") as caught:
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.ABORTED
         info = await service.stub.GetModelInfo(pb.GetModelInfoRequest())
