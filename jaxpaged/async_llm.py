@@ -196,12 +196,9 @@ class AsyncLLM:
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         """Aborts requests; returns the ids of those that ran. Unknown ids are no error."""
-        engine_ids = [(i, self.live.engine_id(i)) for i in request_ids]
-        return [
-            request_id
-            for request_id, engine_id in engine_ids
-            if engine_id and await asyncio.wrap_future(self.engine.abort(engine_id))
-        ]
+        ids = [(i, self.live.engine_id(i)) for i in request_ids]
+        aborts = [(i, self.engine.abort(engine_id)) for i, engine_id in ids if engine_id]
+        return [request_id for request_id, done in aborts if await asyncio.wrap_future(done)]
 
     # --- the engine ----------------------------------------------------------------------------
 

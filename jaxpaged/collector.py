@@ -179,9 +179,9 @@ class Collector:
 
     async def events(
         self,
-        heartbeat_s: float | None,
-        min_tokens_per_delta: int,
-        queue_position: Callable[[], int],
+        heartbeat_s: float | None = None,
+        min_tokens_per_delta: int = 1,
+        queue_position: Callable[[], int] = lambda: 0,
     ) -> AsyncIterator[StreamEvent]:
         """Everything that happens, in the order of the wire contract.
 

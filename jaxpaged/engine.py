@@ -10,11 +10,12 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxpaged.checkpoint.locate import home_folder, locate
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from jaxpaged.errors import UnsupportedOptionError
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
 from jaxpaged.request import EngineRequest, SequenceStatus
 from jaxpaged.runner.start import start_runner
@@ -37,11 +38,16 @@ class StepRunner(Protocol):
 
     def reset(self) -> None: ...
 
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class WeightsRunner(Protocol):
+    """A runner whose weights can be replaced while it runs."""
+
     def load_weights(self, checkpoint: Checkpoint) -> Any: ...
 
     def replace_weights(self, weights: Any) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Engine:
@@ -149,14 +155,17 @@ class Engine:
         Raises:
           JaxpagedError: the checkpoint cannot be loaded, or is of another structure.
         """
-        weights = self.runner.load_weights(locate(checkpoint_path))
+        runner = self.runner
+        if not isinstance(runner, WeightsRunner):
+            raise UnsupportedOptionError("checkpoint_path", "this runner's weights are fixed")
+        weights = runner.load_weights(locate(checkpoint_path))
         for request_id in list(self.scheduler.roster.requests):
             self.scheduler.abort(request_id)
         if self._in_flight is not None:  # it still reads the weights that are about to go
             plan, handle = self._in_flight
             self._in_flight = None
             self.scheduler.roster.outputs = self.scheduler.commit(plan, self.runner.collect(handle))
-        self.runner.replace_weights(weights)
+        runner.replace_weights(weights)
         self.scheduler.kv.reset_cache()
 
     def stats(self) -> EngineStats:

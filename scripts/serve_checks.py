@@ -1,4 +1,4 @@
-"""The promises of docs/serving.md with a time or a size in them, measured on a tiny random model."""
+"""The promises of docs/serving.md with a time or a size in them, on a tiny random model."""
 
 import asyncio
 import os
