@@ -13,6 +13,7 @@ class ServerConfig:
       stall_timeout_s: a step that lasts longer counts as stuck, and health says so.
       max_pending_tokens: tokens that a stream's reader may be behind.
       max_messages_per_s: deltas that all streams together get; beyond that, tokens are merged.
+        None: 1000 a CPU core, which is about a tenth of each, and at most 8000.
       tls_cert, tls_key: PEM files; both or neither.
       tls_client_ca: PEM file; clients must then show a certificate that it has signed.
       token_file: bearer tokens, one a line.
@@ -33,7 +34,7 @@ class ServerConfig:
     stop_grace_s: float = 30.0
     stall_timeout_s: float = 1.5
     max_pending_tokens: int = 4096
-    max_messages_per_s: float = 3000.0
+    max_messages_per_s: float | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None

@@ -5,6 +5,7 @@ checks are answered meanwhile (NOT_SERVING; other calls get NOT_READY).
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ _REFLECTION_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 # For the last words of calls that have ended, and for readers that do not read.
 _CLOSE_GRACE_S = 1.0
 EXIT_ENGINE_LOST = 70
+_MESSAGES_PER_S_AND_CORE, _MAX_MESSAGES_PER_S = 1000, 8000
 
 
 class Server:
@@ -85,7 +87,9 @@ class Server:
 
     async def set_ready(self, llm: "AsyncLLM") -> None:
         """From now on requests go to `llm`, which stays the caller's to close."""
-        llm.live.max_wakes_per_s = self._config.max_messages_per_s
+        llm.live.max_wakes_per_s = self._config.max_messages_per_s or min(
+            _MAX_MESSAGES_PER_S, _MESSAGES_PER_S_AND_CORE * (os.cpu_count() or 1)
+        )
         self._state.set_loaded(llm)
         if self._metrics_page is not None:
             self._metrics.watch(llm)
