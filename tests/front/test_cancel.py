@@ -21,8 +21,7 @@ async def check_clean(front: ScriptedFront) -> None:
     assert output.completions[0].text == "fine"
     stats = await front.llm.stats()
     assert (stats.running_requests, stats.queued_requests, stats.used_blocks) == (0, 0, 0)
-    assert front.llm._collectors == {} and front.llm._engine_ids == {}
-    assert front.llm._num_queued == 0
+    assert len(front.llm.live) == 0 and front.llm.live.num_queued == 0
 
 
 def with_front(body, **options) -> None:
@@ -183,7 +182,7 @@ def test_a_dead_engine_fails_everybody_and_refuses_the_rest():
         front.runner.is_broken = True
         front.runner.open.set()
         answers = await asyncio.gather(*running, return_exceptions=True)
-        assert {type(answer) for answer in answers} == {EngineFailedError}
+        assert {type(answer) for answer in answers} == {EngineClosedError}
         assert "the engine died: RuntimeError" in str(answers[0])
         await asyncio.gather(asking, return_exceptions=True)
         for call in (llm.generate("q", SamplingParams()), llm.stats(), llm.reset_prefix_cache()):
@@ -229,7 +228,7 @@ def test_close_fails_what_runs_and_is_idempotent():
         llm.close()
         llm.close()
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert {type(answer) for answer in answers[:-1]} == {EngineFailedError}
+        assert {type(answer) for answer in answers[:-1]} == {EngineClosedError}
         assert "the engine was closed" in str(answers[0])
         assert front.runner.is_closed
         with pytest.raises(EngineClosedError, match="the engine was closed"):

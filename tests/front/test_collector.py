@@ -42,6 +42,7 @@ def read_each(token_ids: list[int], **options) -> tuple[list[Delta], Collector]:
             if deltas and deltas[-1].finish_reason is not None:
                 assert not stopped, "told once"
                 continue
+            collector.wake_reader()
             event = await anext(events)
             assert isinstance(event, Delta)
             deltas.append(event)
