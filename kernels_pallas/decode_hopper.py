@@ -32,32 +32,15 @@ from kernels_pallas.hopper_parts import (
     clear_invisible,
     interpreted_options,
     kv_boxes,
+    mma_accumulator,
+    swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.pool import KVPool
+from kernels_pallas.tuning import HopperDecodeTuning
 
+WARPGROUP = 128  # threads
 COMBINED_AT_ONCE = 8  # partial results
-
-
-@dataclass(frozen=True)
-class DecodeTuning:
-    """Sizes of the decode kernel.
-
-    Attributes:
-      kv_tile: KV tokens of one softmax update.
-      stages: tiles in flight a worker.
-      workers: workers a multiprocessor.
-      num_programs: multiprocessors.
-    """
-
-    kv_tile: int = 64
-    stages: int = 2
-    workers: int = 2
-    num_programs: int = 132
-
-    @property
-    def num_workers(self) -> int:
-        return self.workers * self.num_programs
 
 
 @dataclass(frozen=True)
@@ -65,6 +48,7 @@ class _Shape:
     num_kv_heads: int
     group: int  # query heads a KV head
     padded_group: int  # rows of a query box and of a partial result
+    out_group: int  # rows that a unit writes: `combine` wants whole warpgroups of elements
     has_sinks: bool
     head_dim: int
     block_size: int
@@ -80,7 +64,7 @@ def paged_decode(
     plan: DecodePlan,
     options: AttentionOptions,
     sinks: Float32[Array, " num_q_heads"] | None,
-    tuning: DecodeTuning,
+    tuning: HopperDecodeTuning,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "num_rows num_q_heads head_dim"]:
@@ -98,7 +82,9 @@ def paged_decode(
             _entry, shape=shape, options=options, tuning=tuning, interpreted=interpret is not None
         ),
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(
+                (q.shape[0], shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
+            ),
             jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
             jax.ShapeDtypeStruct((num_places, 2, MMA_ROWS), jnp.float32),
         ),
@@ -121,7 +107,11 @@ def paged_decode(
         plan.workers,
         _sink_rows(sinks, shape),
     )
-    return _combine(out, partials, stats, plan, shape, sinks, interpret)
+    out = _combine(out, partials, stats, plan, shape, sinks, interpret)
+    if shape.out_group == shape.group:
+        return out
+    out = out.reshape(q.shape[0], shape.num_kv_heads, shape.out_group, shape.head_dim)
+    return out[:, :, : shape.group].reshape(q.shape)
 
 
 def _shape_of(q: Array, pool: KVPool, sinks: Array | None) -> _Shape:
@@ -130,6 +120,7 @@ def _shape_of(q: Array, pool: KVPool, sinks: Array | None) -> _Shape:
         num_kv_heads=pool.num_kv_heads,
         group=group,
         padded_group=-(-group // 8) * 8,
+        out_group=next(n for n in range(group, group + 3) if n * q.shape[2] % WARPGROUP == 0),
         has_sinks=sinks is not None,
         head_dim=q.shape[2],
         block_size=pool.block_size,
@@ -155,11 +146,10 @@ def _sink_rows(sinks: Array | None, shape: _Shape) -> Array:
 
 
 def _entry(
-    *refs, shape: _Shape, options: AttentionOptions, tuning: DecodeTuning, interpreted: bool
+    *refs, shape: _Shape, options: AttentionOptions, tuning: HopperDecodeTuning, interpreted: bool
 ):
     """Allocates shared memory and barriers, then splits into loaders and attenders."""
     stages = tuning.workers * tuning.stages
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
     q_shape = (2 * tuning.workers, MMA_ROWS, shape.head_dim)
     out_shape = (tuning.workers, MMA_ROWS, shape.head_dim)
@@ -169,12 +159,12 @@ def _entry(
         functools.partial(
             _program, *refs, shape=shape, options=options, tuning=tuning, interpreted=interpreted
         ),
-        plgpu.SMEM(q_shape, shape.dtype, transforms=swizzled),  # q, of this segment and the next
-        plgpu.SMEM(kv_shape, shape.dtype, transforms=swizzled),  # k
-        plgpu.SMEM(kv_shape, shape.dtype, transforms=swizzled),  # v
+        swizzled_smem(q_shape, shape.dtype),  # q, of this segment and the next
+        swizzled_smem(kv_shape, shape.dtype),  # k
+        swizzled_smem(kv_shape, shape.dtype),  # v
         plgpu.SMEM(out_shape, shape.dtype),  # out
         plgpu.SMEM((tuning.workers, MMA_ROWS), jnp.float32),  # m, then l
-        plgpu.SMEM(p_shape, shape.dtype, transforms=swizzled) if interpreted else None,
+        swizzled_smem(p_shape, shape.dtype) if interpreted else None,
         plgpu.Barrier(num_barriers=2 * tuning.workers),  # q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there
@@ -195,7 +185,7 @@ def _program(
     first_tiles_ref,  # i32[num_rows] GMEM
     workers_ref,  # i32[num_workers, 4] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
-    out_ref,  # [num_rows, q heads, head_dim] GMEM
+    out_ref,  # [num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref,  # [places, 2, padded_group, head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
     q_sm,  # [2 * workers, MMA_ROWS, head_dim] SMEM
@@ -213,14 +203,14 @@ def _program(
     *,
     shape: _Shape,
     options: AttentionOptions,
-    tuning: DecodeTuning,
+    tuning: HopperDecodeTuning,
     interpreted: bool,
 ):
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * tuning.workers + pair
     begin, end, num_segments = (workers_ref[worker, i] for i in (0, 1, 3))
-    kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.group
+    kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
 
     def walk(visit):
         """Calls visit(segment, row, head, tile in row, tiles, is whole unit, tiles before)."""
@@ -295,7 +285,7 @@ def _program(
                     plgpu.wgmma(acc_ref, q_sm.at[q_slot], k_sm.at[slot].transpose((1, 0)))
                     return acc_ref[...]
 
-                scores = pl.run_scoped(qk, plgpu.ACC((MMA_ROWS, kv_tile), jnp.float32))
+                scores = pl.run_scoped(qk, mma_accumulator(MMA_ROWS, kv_tile))
                 pl.when(is_needed)(lambda: plgpu.barrier_arrive(k_read.at[slot]))
                 scores, factor = capped_scores(scores, options)
                 if masked:
@@ -319,7 +309,7 @@ def _program(
                     plgpu.wgmma(acc_ref, p_sm.at[pair] if interpreted else p, v_sm.at[slot])
                     return acc_ref[...]
 
-                added = pl.run_scoped(pv, plgpu.ACC((MMA_ROWS, shape.head_dim), jnp.float32))
+                added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
                 pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
                 acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
                 return acc, m_new, l
@@ -394,7 +384,7 @@ def _combine(
 ) -> Array:
     """Merges the partial results of units that several workers shared; in place."""
     num_rows = out.shape[0]
-    size = shape.group * shape.head_dim
+    size = shape.out_group * shape.head_dim
     flat_out = jax.new_ref(out.reshape(num_rows, -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(
@@ -414,7 +404,7 @@ def _combine_unit(
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
-    out_ref,  # [num_rows, q heads * head_dim] GMEM
+    out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
     *,
     shape: _Shape,
     size: int,
@@ -429,10 +419,10 @@ def _combine_unit(
 
     @pl.when((tiles > 0) & (first < last))
     def _():
-        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // 128)
+        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
         query = lax.div(element, jnp.int32(shape.head_dim))
-        group = shape.group
+        group = shape.out_group
 
         def spread(values):
             """One scalar a query head -> one value an element."""

@@ -15,6 +15,19 @@ SMALL = 1e-30  # what rows that saw no key divide their zeros by
 MMA_ROWS = 64  # queries of one warpgroup's matrix instruction
 
 
+def mma_accumulator(rows: int, columns: int) -> plgpu.WGMMAAccumulatorRef:
+    """Registers that a matrix instruction adds up in, float32."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def swizzled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory in the layout that the matrix unit reads and a TMA box writes."""
+    # pyright takes JAX's transforms for abstract.
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, 64)), swizzle(128)))
+
+
 def interpreted_options(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` that run it on the CPU; none to run it on the device."""
     return {} if interpret is None else {"interpret": interpret}

@@ -30,33 +30,13 @@ from kernels_pallas.hopper_parts import (
     clear_invisible,
     interpreted_options,
     kv_boxes,
+    mma_accumulator,
+    swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.pool import KVPool
 from kernels_pallas.prefill_plan import PrefillPlan
-
-
-@dataclass(frozen=True)
-class PrefillTuning:
-    """Sizes of the prefill kernel.
-
-    Attributes:
-      kv_tile: KV tokens of one softmax update.
-      stages: KV tiles in flight.
-      attenders: warpgroups that attend.
-      q_slots: query tiles in shared memory, the one under way included.
-      num_programs: multiprocessors.
-    """
-
-    kv_tile: int = 128
-    stages: int = 2
-    attenders: int = 2
-    q_slots: int = 2
-    num_programs: int = 132
-
-    @property
-    def q_tile(self) -> int:
-        return self.attenders * MMA_ROWS
+from kernels_pallas.tuning import HopperPrefillTuning
 
 
 @dataclass(frozen=True)
@@ -78,7 +58,7 @@ def paged_prefill(
     plan: PrefillPlan,
     options: AttentionOptions,
     sinks: Float32[Array, " num_q_heads"] | None,
-    tuning: PrefillTuning,
+    tuning: HopperPrefillTuning,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "num_tokens num_q_heads head_dim"]:
@@ -134,9 +114,10 @@ def paged_prefill(
     return out[:num_tokens] if missing else out
 
 
-def _entry(*refs, shape: _Shape, options: AttentionOptions, tuning: PrefillTuning, interpreted):
+def _entry(
+    *refs, shape: _Shape, options: AttentionOptions, tuning: HopperPrefillTuning, interpreted
+):
     """Allocates shared memory and barriers, then splits into the loader and the attenders."""
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     attenders, stages = tuning.attenders, tuning.stages
     q_shape = (tuning.q_slots * attenders, MMA_ROWS, shape.head_dim)
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
@@ -146,11 +127,11 @@ def _entry(*refs, shape: _Shape, options: AttentionOptions, tuning: PrefillTunin
         functools.partial(
             _program, *refs, shape=shape, options=options, tuning=tuning, interpreted=interpreted
         ),
-        plgpu.SMEM(q_shape, shape.dtype, transforms=swizzled),  # q, and swizzled results
-        plgpu.SMEM(kv_shape, shape.dtype, transforms=swizzled),  # k
-        plgpu.SMEM(kv_shape, shape.dtype, transforms=swizzled),  # v
+        swizzled_smem(q_shape, shape.dtype),  # q, and swizzled results
+        swizzled_smem(kv_shape, shape.dtype),  # k
+        swizzled_smem(kv_shape, shape.dtype),  # v
         plgpu.SMEM((attenders, MMA_ROWS, shape.head_dim), shape.dtype),  # q and out, unswizzled
-        plgpu.SMEM(p_shape, shape.dtype, transforms=swizzled) if interpreted else None,
+        swizzled_smem(p_shape, shape.dtype) if interpreted else None,
         plgpu.Barrier(num_barriers=tuning.q_slots * attenders),  # q is there
         plgpu.Barrier(num_barriers=attenders),  # unswizzled q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
@@ -191,7 +172,7 @@ def _program(
     *,
     shape: _Shape,
     options: AttentionOptions,
-    tuning: PrefillTuning,
+    tuning: HopperPrefillTuning,
     interpreted: bool,
 ):
     warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
@@ -360,7 +341,7 @@ def _program(
                     take_turn()
                     return acc_ref[...]
 
-                scores = pl.run_scoped(qk, plgpu.ACC((MMA_ROWS, kv_tile), jnp.float32))
+                scores = pl.run_scoped(qk, mma_accumulator(MMA_ROWS, kv_tile))
                 plgpu.barrier_arrive(k_read.at[slot])
                 scores, factor = capped_scores(scores, options)
                 if masked:
@@ -392,17 +373,15 @@ def _program(
                         plgpu.wgmma(acc_ref, p_sm.at[warpgroup], v_sm.at[slot])
                         return acc_ref[...]
 
-                    acc = acc + pl.run_scoped(
-                        pv, plgpu.ACC((MMA_ROWS, shape.head_dim), jnp.float32)
-                    )
+                    acc = acc + pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
                     await_next_k()
                 else:
 
-                    def pv(acc_ref):
+                    def add_pv(acc_ref):
                         plgpu.wgmma(acc_ref, p, v_sm.at[slot])
                         await_next_k()
 
-                    acc = pl.run_state(pv)(plgpu.ACC.init(acc))
+                    acc = pl.run_state(add_pv)(plgpu.WGMMAAccumulatorRef.init(acc))
                 plgpu.barrier_arrive(v_read.at[slot])
                 return acc, m_new, l
 
