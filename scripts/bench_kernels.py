@@ -58,10 +58,12 @@ class Case:
         return 4 * pairs * self.num_q_heads * self.head_dim
 
 
-def decode(rows: int, kv_len: int, **sizes: int) -> Case:
-    heads = f", {sizes['num_kv_heads']} KV heads" if "num_kv_heads" in sizes else ""
-    block = f", block {sizes['block_size']}" if "block_size" in sizes else ""
-    return Case(f"decode {rows} x {kv_len}{heads}{block}", (kv_len,) * rows, (1,) * rows, **sizes)
+def decode(rows: int, kv_len: int, *, num_kv_heads: int = 8, block_size: int = 16) -> Case:
+    heads = f", {num_kv_heads} KV heads" if num_kv_heads != 8 else ""
+    block = f", block {block_size}" if block_size != 16 else ""
+    name = f"decode {rows} x {kv_len}{heads}{block}"
+    kv_lens, q_lens = (kv_len,) * rows, (1,) * rows
+    return Case(name, kv_lens, q_lens, num_kv_heads=num_kv_heads, block_size=block_size)
 
 
 def prefill(rows: int, length: int) -> Case:
@@ -127,14 +129,18 @@ def measure(case: Case, impl: str, repeats: int) -> dict[str, Any]:
         return out, pool
 
     error = relative_error(case, one_layer(q, kv_new, pool, metadata), q, pool, metadata, kv_new)
-    times = []
-    for _ in range(repeats + 2):
+
+    def run(count: int) -> float:
+        nonlocal pool
         start = time.perf_counter()
-        for _ in range(4):
+        out = q
+        for _ in range(count):
             out, pool = all_layers(q, kv_new, pool, metadata)
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / 4 / num_layers)
-    seconds = statistics.median(times[2:])
+        return time.perf_counter() - start
+
+    run(3)
+    seconds = _slope(run, 10, repeats) / num_layers
     rate = case.kv_bytes / seconds / 1e12 if case.is_decode else case.flops / seconds / 1e12
     unit = "TB/s" if case.is_decode else "TFLOP/s"
     return {"case": case.name, "us": seconds * 1e6, "rate": rate, "unit": unit, "error": error}
@@ -229,14 +235,18 @@ def matrix_ceiling() -> float:
 
 
 def _seconds(call: Callable[[], jax.Array]) -> float:
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(9):
+    def run(count: int) -> float:
         start = time.perf_counter()
-        outs = [call() for _ in range(5)]
-        jax.block_until_ready(outs)
-        times.append((time.perf_counter() - start) / 5)
-    return statistics.median(times)
+        jax.block_until_ready([call() for _ in range(count)])
+        return time.perf_counter() - start
+
+    run(2)
+    return _slope(run, 10, 7)
+
+
+def _slope(run: Callable[[int], float], more: int, repeats: int) -> float:
+    """Median seconds of one call: what `more` calls add, so that waiting for the last cancels."""
+    return statistics.median((run(4 + more) - run(4)) / more for _ in range(repeats))
 
 
 def print_table(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:

@@ -22,15 +22,18 @@ class Bucket:
         return self.num_tokens == self.num_rows
 
 
-def make_buckets(*, max_num_seqs: int, max_num_tokens: int, min_rows: int = 1) -> list[Bucket]:
+def make_buckets(*, max_num_seqs: int, max_num_tokens: int, on_cpu: bool = True) -> list[Bucket]:
     """All buckets of an engine, smallest first.
 
     Decode buckets grow by two up to `max_num_seqs`. Steps with prompts always have `max_num_seqs`
-    rows and grow in tokens alone, so that sizes add up instead of multiplying.
+    rows and grow in tokens alone, so that sizes add up instead of multiplying. On accelerators,
+    where padding costs little and compiling much, there are fewer: none under 8 rows (a matrix
+    unit's least), and steps with prompts grow by four.
     """
-    decode = [Bucket(rows, rows) for rows in _doubling(min_rows, max_num_seqs)]
+    decode = [Bucket(rows, rows) for rows in _growing(1 if on_cpu else 8, max_num_seqs, 2)]
     first = max(16, 1 << max_num_seqs.bit_length())  # more tokens than rows: never a decode bucket
-    prefill = [Bucket(n, max_num_seqs) for n in _doubling(first, max(first, max_num_tokens))]
+    sizes = _growing(first, max(first, max_num_tokens), 2 if on_cpu else 4)
+    prefill = [Bucket(num_tokens, max_num_seqs) for num_tokens in sizes]
     return sorted(decode + prefill)
 
 
@@ -45,9 +48,9 @@ def pick_bucket(buckets: list[Bucket], plan: StepPlan) -> Bucket:
     raise AssertionError(f"no bucket holds {plan.num_tokens} tokens in {num_rows} rows")
 
 
-def _doubling(first: int, last: int) -> list[int]:
+def _growing(first: int, last: int, factor: int) -> list[int]:
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return [*sizes, last]

@@ -1,6 +1,7 @@
 """Every program a runner calls, compiled ahead of time and counted."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,7 @@ class Executables:
         self, weights: Weights, pool: KVPool, state: BatchState, block_size: int, impl: str | None
     ):
         self.num_compiles = 0
+        self._lock = threading.Lock()  # warm-up compiles in threads
         self._weights, self._pool, self._state = jax.tree.map(_shape_of, (weights, pool, state))
         self._pool_sharding = pool.data.sharding
         self._replicated = NamedSharding(weights.structure.mesh, PartitionSpec())
@@ -107,7 +109,8 @@ class Executables:
             start = time.monotonic()
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
             self._compiled[key] = jitted.lower(*arguments).compile()
-            self.num_compiles += 1
+            with self._lock:
+                self.num_compiles += 1
             logger.info("compiled %s in %.1f s", " ".join(map(str, key)), time.monotonic() - start)
         return self._compiled[key]
 

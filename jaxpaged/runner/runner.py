@@ -5,8 +5,11 @@ host may plan the next step.
 """
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,8 +51,11 @@ class Runner:
     def __init__(self, weights: Weights, config: ResolvedConfig):
         self.config = config
         self.weights = weights
+        platform = weights.structure.mesh.devices.flat[0].platform
         self._buckets = make_buckets(
-            max_num_seqs=config.max_num_seqs, max_num_tokens=config.max_num_tokens
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_tokens,
+            on_cpu=platform == "cpu",
         )
         self._packer = Packer(
             self._buckets, max_num_seqs=config.max_num_seqs, block_size=config.block_size
@@ -68,18 +74,21 @@ class Runner:
     def warm_up(self) -> None:
         """Compiles every program that a step can need, then runs a first step on the null row."""
         executables = self._executables
-        with tqdm(
-            total=2 * len(self._buckets), desc="compiling", delay=1.0, disable=None, leave=False
-        ) as bar:
-            for bucket in self._buckets:
-                executables.forward(bucket)
+        jobs: list[Callable[[], Any]] = [executables.update_tables]
+        jobs += [partial(executables.copy_blocks, size) for size in COPY_SIZES]
+        # Samplers depend on the rows alone.
+        by_rows = {bucket.num_rows: bucket for bucket in self._buckets}
+        for variant in Variant:
+            jobs += [partial(executables.sample, bucket, variant) for bucket in by_rows.values()]
+        # The slowest first: they end last otherwise.
+        jobs += [partial(executables.forward, bucket) for bucket in self._buckets]
+        with (
+            tqdm(total=len(jobs), desc="compiling", delay=1.0, disable=None, leave=False) as bar,
+            ThreadPoolExecutor(os.cpu_count(), "jaxpaged-compile") as pool,
+        ):
+            for job in as_completed([pool.submit(job) for job in reversed(jobs)]):
+                job.result()
                 bar.update()
-                for variant in Variant:
-                    executables.sample(bucket, variant)
-                bar.update()
-        executables.update_tables()
-        for size in COPY_SIZES:
-            executables.copy_blocks(size)
         self.collect(self.dispatch(_empty_plan(self.config.max_num_seqs)))
         self._num_warm_compiles = executables.num_compiles
 

@@ -110,7 +110,8 @@ def _place_tokens(
     """Finds each token's row, position and slot; padding tokens get position 0, the null block."""
     ends = jnp.cumsum(q_lens, dtype=jnp.int32)
     token_idx = jnp.arange(num_tokens, dtype=jnp.int32)
-    row_of_token = jnp.searchsorted(ends, token_idx, side="right").astype(jnp.int32)
+    # Counting beats searching on a GPU: a loop would run from the host.
+    row_of_token = jnp.sum(ends[None, :] <= token_idx[:, None], axis=1, dtype=jnp.int32)
     row_of_token = jnp.minimum(row_of_token, q_lens.shape[0] - 1)
     is_real = token_idx < ends[-1]
     # A row's last token sits at kv_len - 1, the ones before it to its left.
