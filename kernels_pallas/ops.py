@@ -6,17 +6,22 @@ it cannot do raises NotImplementedError with every reason.
 
 import jax
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas import checks, reference, xla
+from kernels_pallas import attention_hopper, attention_tpu, checks, reference, xla
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
-from kernels_pallas.pool import KVPool
-from kernels_pallas.tuning import AttentionTuning, default_tuning
+from kernels_pallas.pool import KVPool, PoolLayout
+from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
 
-IMPLEMENTATIONS = ("xla", "reference", "hopper", "tpu")
+# "..._interpret": the kernels in Pallas's interpreters, on the CPU; slow, for tests.
+IMPLEMENTATIONS = ("xla", "reference", "hopper", "hopper_interpret", "tpu", "tpu_interpret")
 # A platform that is not here takes "xla" too, which runs anywhere.
-PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "hopper", "tpu": "tpu"}
+
+Tuning = AttentionTuning | HopperTuning | TPUTuning
 
 
 def paged_attention(
@@ -32,7 +37,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float32[Array, " num_q_heads"] | None = None,
     impl: str | None = None,
-    tuning: AttentionTuning | None = None,
+    tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
     """Writes the new K and V of one layer into their slots, then attends, causally, row by row.
 
@@ -45,8 +50,9 @@ def paged_attention(
       sm_scale, window, soft_cap: see `AttentionOptions`.
       sinks: one more logit for each head, neither scaled nor capped, that takes probability but
         has no value.
-      impl: one of IMPLEMENTATIONS, or None.
-      tuning: None = what suits the implementation.
+      impl: one of IMPLEMENTATIONS, or None: the platform's own, or "xla" on a GPU where the
+        Hopper kernels cannot do this.
+      tuning: None = what suits the implementation, which takes its own kind only.
 
     Returns:
       The output, zeros for padding tokens, and the pool with the new K and V.
@@ -56,14 +62,29 @@ def paged_attention(
       NotImplementedError: the implementation cannot do this; the message has every reason.
     """
     options = AttentionOptions(sm_scale, window, soft_cap)
-    tuning = tuning or default_tuning(pool.block_size)
+    name = _implementation(impl)
+    if impl is None and name == "hopper" and _unsupported(name, q, pool):
+        name = "xla"
+    if tuning is None:
+        tuning = _default_tuning(name, q, pool, metadata)
+    if not isinstance(tuning, _tuning_kind(name)):
+        raise ValueError(f"impl={name!r} does not take {type(tuning).__name__}")
     checks.check_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
-    name = impl or PLATFORM_IMPLEMENTATIONS.get(jax.default_backend(), "xla")
     reasons = _unsupported(name, q, pool)
     if reasons:
         raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
     if name == "reference":
         return _reference(q, k_new, v_new, pool, layer, metadata, options, sinks)
+    if isinstance(tuning, HopperTuning):
+        interpret = plgpu.InterpretGPUParams() if name == "hopper_interpret" else None
+        return attention_hopper.paged_attention(
+            q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=interpret
+        )
+    if isinstance(tuning, TPUTuning):
+        interpret = pltpu.InterpretParams() if name == "tpu_interpret" else False
+        return attention_tpu.paged_attention(
+            q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=interpret
+        )
     return xla.paged_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
 
 
@@ -82,18 +103,58 @@ def copy_blocks(
     return _copy_blocks(pool, sources, destinations)
 
 
+def pool_layout(impl: str | None) -> PoolLayout:
+    """The layout of the pool that an implementation reads and writes."""
+    return "tpu" if _implementation(impl) in ("tpu", "tpu_interpret") else "plain"
+
+
+def _implementation(impl: str | None) -> str:
+    name = impl or PLATFORM_IMPLEMENTATIONS.get(_platform(), "xla")
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={name!r} must be one of {IMPLEMENTATIONS} or None")
+    return name
+
+
+def _platform() -> str:
+    """Where the program will run: the mesh's devices, which may be a mere description."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
+
+
+def _tuning_kind(name: str) -> type[Tuning]:
+    kinds = {"hopper": HopperTuning, "tpu": TPUTuning}
+    return kinds.get(name.removesuffix("_interpret"), AttentionTuning)
+
+
+def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -> Tuning:
+    kind = _tuning_kind(name)
+    if kind is HopperTuning:
+        return attention_hopper.tuning_for(q, pool, metadata)
+    return (
+        attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
+    )
+
+
 def _unsupported(name: str, q: Array, pool: KVPool) -> list[str]:
-    """Every reason why the implementation cannot do it; ValueError for an unknown name."""
-    platform = jax.default_backend()
+    """Every reason why the implementation cannot do it."""
+    platform = _platform()
     if name == "xla":
         return xla.unsupported(q, pool)
     if name == "reference":
         return [] if platform == "cpu" else [f"{platform=} is not cpu"]
-    if name in ("hopper", "tpu"):
-        wanted = "gpu" if name == "hopper" else "tpu"
-        reasons = ["this version has no such kernel yet"]
-        return reasons if platform == wanted else [*reasons, f"{platform=} is not {wanted}"]
-    raise ValueError(f"impl={name!r} must be one of {IMPLEMENTATIONS} or None")
+    if name in ("hopper", "hopper_interpret"):
+        reasons = attention_hopper.unsupported(q, pool)
+        wanted = "gpu" if name == "hopper" else "cpu"
+        if platform != wanted:
+            reasons.append(f"{platform=} is not {wanted}")
+        elif (
+            name == "hopper" and jax.default_backend() == "gpu" and not attention_hopper.is_hopper()
+        ):
+            reasons.append("the GPU's compute capability is not 9.0")
+        return reasons
+    wanted = "tpu" if name == "tpu" else "cpu"
+    reasons = attention_tpu.unsupported(q, pool, interpreted=name == "tpu_interpret")
+    return reasons if platform == wanted else [*reasons, f"{platform=} is not {wanted}"]
 
 
 def _reference(

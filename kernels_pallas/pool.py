@@ -1,22 +1,33 @@
 """The KV pool: device arrays that hold keys and values in blocks, and the only place, beside the
 implementations of the operations, that knows their layout.
 
-One array, `[num_layers * (num_blocks + 1), 2, num_kv_heads, block_size, head_dim]`:
+One array, `[num_layers * (num_blocks + 1), planes, num_kv_heads, block_size, lanes]`:
 
-    row of the first axis = layer * (num_blocks + 1) + block id;  0 = K, 1 = V on the second
+    row of the first axis = layer * (num_blocks + 1) + block id
 
 Flat over layers, so that a scan over layers can carry it and update it in place. Block 0 of each
 layer is the null block: padding reads and writes there, and what it holds means nothing.
+
+Layouts; they differ in the last axis alone, because a TPU keeps it in whole registers of 128:
+
+    plain                  planes | K | V |   lanes | head_dim |               (CPU, GPU)
+    tpu, head_dim <= 64    planes | KV |      lanes | K to 64 | V to 64 |      (joined)
+    tpu, head_dim > 64     planes | K | V |   lanes | head_dim | 0 to 128s |
+
+So only head_dim 64 and multiples of 128 cost a TPU no padding; `pool_bytes_per_block` counts it.
 """
 
 import typing
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int32
+
+PoolLayout = Literal["plain", "tpu"]
 
 
 @typing.no_type_check
@@ -30,10 +41,12 @@ class KVPool:
     Attributes:
       data: see the module's text. Donate it; one owner at a time.
       num_layers: layers that share the first axis.
+      head_dim: of a key or a value, without padding.
     """
 
-    data: Float[Array, "pool_rows 2 num_kv_heads block_size head_dim"]
+    data: Float[Array, "pool_rows planes num_kv_heads block_size lanes"]
     num_layers: int = field(metadata={"static": True})
+    head_dim: int = field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -46,11 +59,13 @@ class KVPool:
         head_dim: int,
         dtype: jax.typing.DTypeLike,
         sharding: Sharding | None = None,
+        layout: PoolLayout = "plain",
     ) -> "KVPool":
         """Makes a pool of zeros.
 
         Args:
           num_blocks: usable blocks a layer; the null block comes on top.
+          layout: the one that the implementation reads (`ops.pool_layout`).
           sharding: where it lives, for instance
             `NamedSharding(mesh, pool_partition_spec(axis_name))`.
 
@@ -67,8 +82,9 @@ class KVPool:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        shape = (num_layers * (num_blocks + 1), 2, num_kv_heads, block_size, head_dim)
-        return cls(jnp.zeros(shape, dtype, device=sharding), num_layers)
+        planes, lanes = _planes_and_lanes(head_dim, layout)
+        shape = (num_layers * (num_blocks + 1), planes, num_kv_heads, block_size, lanes)
+        return cls(jnp.zeros(shape, dtype, device=sharding), num_layers, head_dim)
 
     @property
     def num_blocks(self) -> int:
@@ -84,8 +100,13 @@ class KVPool:
         return self.data.shape[3]
 
     @property
-    def head_dim(self) -> int:
-        return self.data.shape[4]
+    def is_joined(self) -> bool:
+        """Whether K and V lie side by side in one plane."""
+        return self.data.shape[1] == 1
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.is_joined and self.data.shape[4] == self.head_dim
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -104,7 +125,9 @@ class KVPool:
         """A copy of one layer's K and V, indexed by block id: for tests and the oracle."""
         blocks = self.num_blocks + 1
         data = lax.dynamic_slice_in_dim(self.data, self.first_row(layer), blocks)
-        return data[:, 0], data[:, 1]
+        value_start = self.data.shape[4] // 2 if self.is_joined else 0
+        k, v = data[:, 0], data[:, -1, ..., value_start:]
+        return k[..., : self.head_dim], v[..., : self.head_dim]
 
     def with_layer_kv(
         self,
@@ -113,9 +136,28 @@ class KVPool:
         v: Float[Array, "blocks num_kv_heads block_size head_dim"],
     ) -> "KVPool":
         """The pool with one layer's K and V replaced: for tests and the oracle."""
-        data = jnp.stack([k, v], axis=1).astype(self.dtype)
+        data = self.pack(k, v).astype(self.dtype)
         data = lax.dynamic_update_slice_in_dim(self.data, data, self.first_row(layer), axis=0)
         return replace(self, data=data)
+
+    def pack(
+        self, k: Float[Array, "first *middle head_dim"], v: Float[Array, "first *middle head_dim"]
+    ) -> Float[Array, "first planes *middle lanes"]:
+        """K and V as `data` has them, padding being zeros."""
+        lanes = self.data.shape[4] // (2 if self.is_joined else 1)
+        padding = [(0, 0)] * (k.ndim - 1) + [(0, lanes - self.head_dim)]
+        k, v = jnp.pad(k, padding), jnp.pad(v, padding)
+        if self.is_joined:
+            return jnp.concatenate([k, v], axis=-1)[:, None]
+        return jnp.stack([k, v], axis=1)
+
+
+def _planes_and_lanes(head_dim: int, layout: PoolLayout) -> tuple[int, int]:
+    if layout == "plain":
+        return 2, head_dim
+    if head_dim <= 64:
+        return 1, 128
+    return 2, -(-head_dim // 128) * 128
 
 
 def pool_bytes_per_block(
@@ -125,9 +167,12 @@ def pool_bytes_per_block(
     block_size: int,
     head_dim: int,
     dtype: jax.typing.DTypeLike,
+    layout: PoolLayout = "plain",
 ) -> int:
-    """Memory of one more block: K and V, all layers, all devices together."""
-    return 2 * num_layers * num_kv_heads * block_size * head_dim * jnp.dtype(dtype).itemsize
+    """Memory of one more block: K and V, all layers, all devices together, with padding."""
+    planes, lanes = _planes_and_lanes(head_dim, layout)
+    itemsize = jnp.dtype(dtype).itemsize
+    return num_layers * planes * num_kv_heads * block_size * lanes * itemsize
 
 
 def pool_partition_spec(axis_name: str) -> PartitionSpec:

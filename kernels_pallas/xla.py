@@ -24,6 +24,8 @@ def unsupported(q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool
         reasons.append(f"q.dtype={q.dtype.name} is not float32, bfloat16 or float16")
     if q.dtype != pool.dtype:
         reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
+    if not pool.is_plain:
+        reasons.append("the pool has the layout of the TPU kernels")
     return reasons
 
 

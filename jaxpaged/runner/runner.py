@@ -28,6 +28,7 @@ from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState
 from jaxpaged.runner.weights import Weights, load_weights
 from jaxpaged.step_plan import StepPlan, StepResult
+from kernels_pallas.ops import pool_layout
 from kernels_pallas.pool import KVPool, pool_partition_spec
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,7 @@ class Runner:
             head_dim=structure.config.head_dim,
             dtype=self.config.kv_dtype,
             sharding=NamedSharding(structure.mesh, pool_partition_spec(AXIS_NAME)),
+            layout=pool_layout(self.config.attention_impl),
         )
 
     def _new_state(self) -> BatchState:

@@ -13,6 +13,7 @@ from jaxpaged.models.config import DTYPES, ModelConfig
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import Weights, load_weights
+from kernels_pallas.ops import pool_layout
 from kernels_pallas.pool import pool_bytes_per_block
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ def _num_blocks_that_fit(config: EngineConfig, weights: Weights, max_num_tokens:
         block_size=config.block_size,
         head_dim=model.head_dim,
         dtype=weights.structure.dtype,
+        layout=pool_layout(config.attention_impl),
     )
     # A step's widest arrays: the MLP's and the head's, a few of each alive at once, in float32.
     step_bytes = 4 * 4 * (max_num_tokens * model.intermediate_size + 8 * model.vocab_size)

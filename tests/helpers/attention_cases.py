@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels_pallas.checks import check_values
 from kernels_pallas.metadata import AttentionMetadata
-from kernels_pallas.pool import KVPool
+from kernels_pallas.pool import KVPool, PoolLayout
 from kernels_pallas.reference import paged_attention_reference, write_kv_reference
 
 
@@ -128,6 +128,22 @@ def assert_same_pool(actual: KVPool, expected: KVPool) -> None:
             np.testing.assert_array_equal(
                 np.asarray(got[1:], np.float32), np.asarray(wanted[1:], np.float32)
             )
+
+
+def with_layout(pool: KVPool, layout: PoolLayout) -> KVPool:
+    """The same keys and values in a pool of another layout; what is padding there is 0."""
+    other = KVPool.create(
+        num_layers=pool.num_layers,
+        num_blocks=pool.num_blocks,
+        num_kv_heads=pool.num_kv_heads,
+        block_size=pool.block_size,
+        head_dim=pool.head_dim,
+        dtype=pool.dtype,
+        layout=layout,
+    )
+    for layer in range(pool.num_layers):
+        other = other.with_layer_kv(layer, *pool.layer_kv(layer))
+    return other
 
 
 def with_block_dropped(case: AttentionCase, row: int, index: int) -> AttentionCase:

@@ -19,14 +19,16 @@ from helpers.attention_cases import (
     make_case,
     oracle,
     with_block_dropped,
+    with_layout,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import ops
-from kernels_pallas.tuning import AttentionTuning
+from kernels_pallas.tuning import AttentionTuning, TPUPhaseTuning, TPUTuning
 
-IMPLEMENTATIONS = ["xla"]
+# The interpreter takes seconds to compile each size; test_attention_tpu.py is its quick part.
+IMPLEMENTATIONS = ["xla", pytest.param("tpu_interpret", marks=pytest.mark.long)]
 SM_SCALE = 0.3
 # Several tiles a row, q tiles that end inside a row, a table that is not whole tiles wide.
 SMALL_TILES = AttentionTuning(kv_tile=12, q_tile=4)
@@ -54,8 +56,23 @@ RAGGED = {
 }
 
 
+def run(args, sinks=None, *, impl, tuning=None, **options):
+    q, k_new, v_new, pool, layer, metadata = args
+    args = q, k_new, v_new, with_layout(pool, ops.pool_layout(impl)), layer, metadata
+    if tuning is not None and impl == "tpu_interpret":
+        tuning = tpu_tuning(tuning)
+    return _run(args, sinks, impl=impl, tuning=tuning, **options)
+
+
+def tpu_tuning(tuning):
+    """The same tiles as nearly as the TPU's kernels have them, and few of everything else."""
+    q_tile = 1 << (tuning.q_tile - 1).bit_length()
+    tile = tuning.kv_tile
+    return TPUTuning(TPUPhaseTuning(tile, tile, 2, 2), TPUPhaseTuning(tile, tile, 2, q_tile))
+
+
 @functools.partial(jax.jit, static_argnames=("sm_scale", "window", "soft_cap", "impl", "tuning"))
-def run(args, sinks=None, *, impl, sm_scale=SM_SCALE, window=None, soft_cap=None, tuning=None):
+def _run(args, sinks, *, impl, sm_scale=SM_SCALE, window=None, soft_cap=None, tuning=None):
     return ops.paged_attention(
         *args,
         sm_scale=sm_scale,
@@ -166,6 +183,7 @@ class TestPagedAttention:
 
     def test_python_layer_equals_traced_layer(self, impl):
         case = make_case(DECODE, num_decode_rows=5)
+        case = replace(case, pool=with_layout(case.pool, ops.pool_layout(impl)))
         out, _ = ops.paged_attention(**vars(case), sm_scale=SM_SCALE, impl=impl)
         assert_close(out, oracle(case, sm_scale=SM_SCALE)[0])
 

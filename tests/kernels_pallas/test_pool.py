@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels_pallas.copy_blocks import copy_blocks
 from kernels_pallas.pool import KVPool, pool_bytes_per_block, pool_partition_spec
 from kernels_pallas.write_kv import write_kv
 
-SIZES = {"num_layers": 3, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
+SIZES: dict[str, Any] = {"num_layers": 3, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
 
 
-def make_pool(dtype: Any = jnp.float32, sharding: Any = None, **changes: int) -> KVPool:
-    sizes = {"num_blocks": 5} | SIZES | changes
+def make_pool(dtype: Any = jnp.float32, sharding: Any = None, **changes: Any) -> KVPool:
+    sizes: dict[str, Any] = {"num_blocks": 5} | SIZES | changes
     return KVPool.create(**sizes, dtype=dtype, sharding=sharding)
 
 
@@ -71,3 +72,34 @@ def test_write_kv_touches_its_slots_only():
     np.testing.assert_array_equal(k, expected)
     np.testing.assert_array_equal(v, -expected)
     assert not np.asarray(pool.layer_kv(1)[0]).any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "planes", "lanes"), [(16, 1, 128), (64, 1, 128), (80, 2, 128), (256, 2, 256)]
+)
+def test_tpu_layout_pads_to_whole_registers(head_dim, planes, lanes):
+    sizes = SIZES | {"head_dim": head_dim}
+    pool = KVPool.create(num_blocks=5, **sizes, dtype=jnp.float32, layout="tpu")
+    assert pool.data.shape == (3 * 6, planes, 2, 4, lanes)
+    assert (pool.head_dim, pool.is_joined, pool.is_plain) == (
+        head_dim,
+        planes == 1,
+        lanes == head_dim,
+    )
+    per_block = pool_bytes_per_block(**sizes, dtype=jnp.float32, layout="tpu")
+    assert per_block * 6 == pool.data.nbytes
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_tpu_layout_gives_back_keys_and_values(head_dim):
+    sizes = SIZES | {"head_dim": head_dim}
+    pool = KVPool.create(num_blocks=5, **sizes, dtype=jnp.float32, layout="tpu")
+    k = jax.random.normal(jax.random.key(0), (6, 2, 4, head_dim))
+    pool = copy_blocks(
+        pool.with_layer_kv(1, k, 2 * k), jnp.asarray([2], jnp.int32), jnp.asarray([4], jnp.int32)
+    )
+    got_k, got_v = pool.layer_kv(1)
+    expected = np.array(k)
+    expected[4] = expected[2]
+    np.testing.assert_array_equal(got_k, expected)
+    np.testing.assert_array_equal(got_v, 2 * expected)
