@@ -4,6 +4,7 @@ The process ends when its front says so or is gone, in whatever way it went: no 
 front.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -69,6 +70,9 @@ def run_engine(
                 logger.exception("the engine could not start")
             socket.send(encode(StartFailed(Failure.of(error))))
             return
+        # What is loaded stays: looking at all of it for garbage would make a step late.
+        gc.collect()
+        gc.freeze()
         socket.send(encode(Ready(engine.config)))
         _Loop(engine, socket).run()
         engine.close()

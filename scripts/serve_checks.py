@@ -65,7 +65,7 @@ async def overload(server: RunningServer) -> dict[str, float]:
         "refused": len(refused),
         "refused_ms_p50": 1000 * percentile(refused, 50),
         "refused_ms_p99": 1000 * percentile(refused, 99),
-        "client_lag_ms_p99": 1000 * percentile(lags, 99),  # of this process, part of the above
+        "client_lag_ms_max": 1000 * max(lags),  # of this process, part of the above
         "full_ttft_ms_p50": full.figures()["ttft_ms_p50"],
         "overload_ttft_ms_p50": run.figures()["ttft_ms_p50"],
         "overload_ttft_ratio": ratio,

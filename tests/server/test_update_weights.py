@@ -1,5 +1,6 @@
 """UpdateWeights: a real model takes other weights without a compile, and who runs is told."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ OPTIONS: dict[str, Any] = {"num_blocks": 32, "max_num_seqs": 2, "max_num_tokens"
 
 
 def save_model(folder: Path, seed: int, **changes: Any) -> str:
-    import json
-
     folder.mkdir()
     tensors: dict[str, np.ndarray] = dict(random_checkpoint(tiny_config(**changes), seed).tensors)
     save_file(tensors, folder / "model.safetensors")
