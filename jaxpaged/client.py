@@ -6,19 +6,18 @@ jaxpaged/errors.py; what the server did not name stays a `grpc.RpcError`. Never 
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Self
-
-import grpc
+from typing import Any, Self
 
 from jaxpaged.async_client import AsyncClient
 from jaxpaged.client_calls import (
-    CHANNEL_OPTIONS,
     detokenize_request,
     need_admin,
     own_errors,
     params_of,
     tokenize_request,
 )
+from jaxpaged.client_channel import open_channel
+from jaxpaged.connection import Connection
 from jaxpaged.convert import request_to_proto
 from jaxpaged.convert_outputs import (
     blocks_from_proto,
@@ -39,32 +38,45 @@ __all__ = ["AsyncClient", "Client"]
 class RemoteTokenizer:
     """The server's tokenizer: what its Generate itself uses."""
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceServiceStub) -> None:
+    def __init__(
+        self, stub: inference_pb2_grpc.InferenceServiceStub, options: dict[str, Any]
+    ) -> None:
         self._stub = stub
+        self._options = options
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with own_errors():
-            response = self._stub.Tokenize(tokenize_request(text, add_special_tokens))
+            response = self._stub.Tokenize(
+                tokenize_request(text, add_special_tokens), **self._options
+            )
         return list(response.token_ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         with own_errors():
-            response = self._stub.Detokenize(detokenize_request(token_ids, skip_special_tokens))
+            request = detokenize_request(token_ids, skip_special_tokens)
+            response = self._stub.Detokenize(request, **self._options)
         return response.text
 
 
 class Client:
-    """Blocking calls against the server at `address` ("host:port"); a context manager."""
+    """Blocking calls against the server at `address` ("host:port"); a context manager.
 
-    def __init__(self, address: str, admin_address: str | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    Args:
+      admin_address: for `stats`, `block_states` and `reset_prefix_cache`.
+      options: the fields of `connection.Connection`: TLS, token, deadline, retries.
+    """
+
+    def __init__(self, address: str, admin_address: str | None = None, **options: Any) -> None:
+        connection = Connection(**options)
+        self._options = connection.call_options
+        self._channel = open_channel(address, connection)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin_channel = None
         self._admin_stub = None
         if admin_address is not None:
-            self._admin_channel = grpc.insecure_channel(admin_address, options=CHANNEL_OPTIONS)
+            self._admin_channel = open_channel(admin_address, connection)
             self._admin_stub = admin_pb2_grpc.AdminServiceStub(self._admin_channel)
-        self.tokenizer = RemoteTokenizer(self._stub)
+        self.tokenizer = RemoteTokenizer(self._stub, self._options)
 
     def generate(
         self,
@@ -78,7 +90,7 @@ class Client:
             request_to_proto(prompt, of_prompt)
             for prompt, of_prompt in zip(prompts, params_of(params, len(prompts)), strict=True)
         ]
-        calls = [self._stub.Generate.future(request) for request in requests]
+        calls = [self._stub.Generate.future(request, **self._options) for request in requests]
         try:
             with own_errors():
                 return [output_from_proto(call.result()) for call in calls]
@@ -91,7 +103,7 @@ class Client:
     ) -> Generator[StreamEvent]:
         """Closing the generator cancels the request."""
         request = pb.StreamRequest(request=request_to_proto(prompt, params, request_id))
-        call = self._stub.Stream(request)
+        call = self._stub.Stream(request, **self._options)
         try:
             with own_errors():
                 for response in call:
@@ -114,19 +126,20 @@ class Client:
 
     def model_info(self) -> ModelInfo:
         with own_errors():
-            return info_from_proto(self._stub.GetModelInfo(pb.GetModelInfoRequest()))
+            request = pb.GetModelInfoRequest()
+            return info_from_proto(self._stub.GetModelInfo(request, **self._options))
 
     def stats(self) -> EngineStats:
         admin = need_admin(self._admin_stub)
         with own_errors():
-            response = admin.GetStats(admin_pb2.GetStatsRequest())
+            response = admin.GetStats(admin_pb2.GetStatsRequest(), **self._options)
         return stats_from_proto(response.stats, self.model_info().block_size)
 
     def block_states(self) -> list[BlockState]:
         """The pool's blocks by id."""
         with own_errors():
             response = need_admin(self._admin_stub).GetStats(
-                admin_pb2.GetStatsRequest(include_blocks=True)
+                admin_pb2.GetStatsRequest(include_blocks=True), **self._options
             )
         return blocks_from_proto(response.blocks)
 
@@ -134,7 +147,8 @@ class Client:
         """The number of cached blocks that were forgotten."""
         with own_errors():
             request = admin_pb2.ResetPrefixCacheRequest()
-            return need_admin(self._admin_stub).ResetPrefixCache(request).forgotten_blocks
+            admin = need_admin(self._admin_stub)
+            return admin.ResetPrefixCache(request, **self._options).forgotten_blocks
 
     def close(self) -> None:
         self._channel.close()

@@ -1,4 +1,4 @@
-"""What the blocking and the asynchronous client share: channel options, requests, errors."""
+"""What the blocking and the asynchronous client share: requests and errors."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -11,12 +11,6 @@ from jaxpaged.errors import InvalidFieldError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.grpc_errors import error_from_rpc
 from jaxpaged.v1 import inference_pb2 as pb
-
-# The library's default of 4 MiB is too small for long prompts and answers.
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
-)
 
 
 @contextmanager

@@ -6,15 +6,17 @@ a slow reader costs memory in proportion to the answer, and never a message a to
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from jaxpaged.errors import EngineFailedError
+from jaxpaged.errors import EngineFailedError, JaxpagedError
+from jaxpaged.observer import RequestObserver
 from jaxpaged.outputs import (
     Accepted,
     Completion,
     Delta,
     Finished,
+    Heartbeat,
     RequestEnded,
     RequestOutput,
     RequestStarted,
@@ -42,16 +44,27 @@ class _SequenceText:
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     is_new: bool = False
+    was_told: bool = False
+    last_token_s: float | None = None
 
 
 class Collector:
     """Takes the engine's outputs for one request; gives events, or the whole answer at once."""
 
-    def __init__(self, request_id: str, request: EngineRequest, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        request_id: str,
+        request: EngineRequest,
+        tokenizer: Tokenizer | None,
+        observer: RequestObserver | None = None,
+    ):
         """Without a tokenizer the answer has token ids and no text."""
         self.request_id = request_id
         self.request = request
         self.is_started = False
+        self.max_pending_tokens: int | None = None
+        self.is_streamed = False  # its reader wants deltas, not only the end
+        self._observer = observer
         params = request.params
         self._sequences = [
             _SequenceText(
@@ -67,6 +80,7 @@ class Collector:
         ]
         self._changed = asyncio.Event()
         self._ended: RequestEnded | None = None
+        self._error: JaxpagedError | None = None
         self._num_cached_tokens = 0
         self._num_completion_tokens = 0
         self._accepted_s = time.monotonic()
@@ -78,11 +92,13 @@ class Collector:
     def on_started(self, started: RequestStarted) -> None:
         self.is_started = True
         self._started_s = time.monotonic()
+        if self._observer is not None:
+            self._observer.on_started(self._started_s - self._accepted_s)
         self._num_cached_tokens = started.num_cached_tokens
         self._changed.set()
 
     def on_output(self, output: SequenceOutput) -> bool:
-        """Takes new tokens.
+        """Takes new tokens; `wake_reader` must follow, at once or after some more of them.
 
         Returns:
           Whether a stop string ended the sequence, which the engine does not know yet.
@@ -90,20 +106,54 @@ class Collector:
         sequence = self._sequences[output.index]
         if sequence.finish_reason is not None:
             return False  # drawn before the engine heard of the stop string
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
+        if output.token_ids:
+            self._time_tokens(sequence, len(output.token_ids))
         self._num_completion_tokens += len(output.token_ids)
         sequence.token_ids.extend(output.token_ids)
         sequence.is_new = True
         sequence.finish_reason = output.finish_reason
         sequence.matched_stop = output.stop_token_id
         stopped = self._add_text(sequence, output)
-        self._changed.set()
+        if self._observer is not None and sequence.finish_reason is not None:
+            self._observer.on_sequence_ended(sequence.finish_reason)
+        if not sequence.was_told:
+            self.wake_reader()  # a first token goes at once, others when the front sees fit
         return stopped and output.finish_reason is None
 
     def on_ended(self, ended: RequestEnded) -> None:
         self._ended = ended
+        if ended.error is not None:
+            self._error = EngineFailedError(f"request {self.request_id}: {ended.error}")
+        elif self._observer is not None:
+            self._observer.on_ended(self._timing())
         self._changed.set()
+
+    def fail(self, error: JaxpagedError) -> None:
+        """Nothing more comes from the engine; the reader gets `error`, and nothing before it."""
+        self._error = error
+        for sequence in self._sequences:
+            sequence.text, sequence.token_ids = [], []
+        self._changed.set()
+
+    def wake_reader(self) -> None:
+        self._changed.set()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the reader has more tokens before it than it may."""
+        limit = self.max_pending_tokens
+        return limit is not None and sum(len(s.token_ids) for s in self._sequences) > limit
+
+    def _time_tokens(self, sequence: _SequenceText, num_tokens: int) -> None:
+        now = time.monotonic()
+        if self._first_token_s is None:
+            self._first_token_s = now
+            if self._observer is not None:
+                self._observer.on_first_token(now - self._accepted_s)
+        if self._observer is not None:
+            last = sequence.last_token_s
+            self._observer.on_tokens(num_tokens, None if last is None else now - last)
+        sequence.last_token_s = now
 
     def _add_text(self, sequence: _SequenceText, output: SequenceOutput) -> bool:
         """Adds what may be shown; returns whether a stop string ended the sequence."""
@@ -127,27 +177,34 @@ class Collector:
 
     # --- to the reader -------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[StreamEvent]:
+    async def events(
+        self,
+        heartbeat_s: float | None = None,
+        min_tokens_per_delta: int = 1,
+        queue_position: Callable[[], int] = lambda: 0,
+    ) -> AsyncIterator[StreamEvent]:
         """Everything that happens, in the order of the wire contract.
 
         Raises:
-          EngineFailedError: a step of the engine failed.
+          JaxpagedError: the request failed, or was ended by `fail`.
         """
         prompt_token_ids = list(self.request.prompt_token_ids)
+        self.is_streamed = True
         yield Accepted(self.request_id, prompt_token_ids, self.request.params.seed)
         told_started = False
         while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._ended is not None:
-                self._raise_error(self._ended)
+            if not await self._wait_for_change(heartbeat_s):
+                yield Heartbeat(queue_position())
+                continue
+            self._raise_error()
             if self.is_started and not told_started:
                 told_started = True
                 yield Started(self._num_cached_tokens)
             for index, sequence in enumerate(self._sequences):
-                if sequence.is_new:
+                if self._is_due(sequence, min_tokens_per_delta):
                     yield self._take_delta(index, sequence)
             if self._ended is not None and not any(s.is_new for s in self._sequences):
+                self._raise_error()
                 yield Finished(self._usage(self._ended), self._timing())
                 return
 
@@ -155,12 +212,12 @@ class Collector:
         """The whole answer, once all sequences have ended.
 
         Raises:
-          EngineFailedError: a step of the engine failed.
+          JaxpagedError: the request failed, or was ended by `fail`.
         """
         while self._ended is None:
-            await self._changed.wait()
-            self._changed.clear()
-        self._raise_error(self._ended)
+            self._raise_error()
+            await self._wait_for_change(None)
+        self._raise_error()
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=list(self.request.prompt_token_ids),
@@ -168,6 +225,26 @@ class Collector:
             usage=self._usage(self._ended),
             timing=self._timing(),
         )
+
+    async def _wait_for_change(self, timeout_s: float | None) -> bool:
+        """False when nothing has happened for so long."""
+        if timeout_s is None or self._changed.is_set():
+            await self._changed.wait()
+        else:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        self._changed.clear()
+        return True
+
+    def _is_due(self, sequence: _SequenceText, min_tokens: int) -> bool:
+        """Whether there is a delta to give: a first and a last one at once, others when large."""
+        if not sequence.is_new:
+            return False
+        is_edge = not sequence.was_told or sequence.finish_reason or self._ended is not None
+        return bool(is_edge) or len(sequence.token_ids) >= min_tokens
 
     def _take_delta(self, index: int, sequence: _SequenceText) -> Delta:
         delta = Delta(
@@ -178,6 +255,7 @@ class Collector:
             matched_stop=sequence.matched_stop,
         )
         sequence.text, sequence.token_ids, sequence.is_new = [], [], False
+        sequence.was_told = True
         return delta
 
     def _completion(self, index: int, sequence: _SequenceText) -> Completion:
@@ -191,9 +269,9 @@ class Collector:
             seed=sequence_seed(self.request.params.seed, index),
         )
 
-    def _raise_error(self, ended: RequestEnded) -> None:
-        if ended.error is not None:
-            raise EngineFailedError(f"request {self.request_id}: {ended.error}")
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _usage(self, ended: RequestEnded) -> Usage:
         return Usage(

@@ -9,6 +9,7 @@ from jaxpaged.outputs import (
     Delta,
     EngineStats,
     Finished,
+    Heartbeat,
     ModelInfo,
     RequestOutput,
     Started,
@@ -103,11 +104,14 @@ def event_to_proto(
         case Finished():
             response.finished.usage.CopyFrom(_usage_to_proto(event.usage))
             response.finished.timing.CopyFrom(_timing_to_proto(event.timing))
+        case Heartbeat():
+            response.heartbeat.SetInParent()
+            response.heartbeat.queue_position = event.queue_position
     return response
 
 
 def event_from_proto(response: pb.StreamResponse) -> StreamEvent | None:
-    """None for events that this client does not know, and for heartbeats."""
+    """None for events that this client does not know."""
     match response.WhichOneof("event"):
         case "accepted":
             accepted = response.accepted
@@ -126,6 +130,8 @@ def event_from_proto(response: pb.StreamResponse) -> StreamEvent | None:
         case "finished":
             finished = response.finished
             return Finished(_usage_from_proto(finished.usage), _timing_from_proto(finished.timing))
+        case "heartbeat":
+            return Heartbeat(response.heartbeat.queue_position)
         case _:
             return None
 

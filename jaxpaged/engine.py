@@ -8,11 +8,14 @@ collected, so that the device never waits for the host. Both loops give the same
 
 import logging
 import os
+import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from jaxpaged.checkpoint.locate import home_folder, locate
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from jaxpaged.errors import UnsupportedOptionError
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
 from jaxpaged.request import EngineRequest, SequenceStatus
 from jaxpaged.runner.start import start_runner
@@ -38,6 +41,15 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class WeightsRunner(Protocol):
+    """A runner whose weights can be replaced while it runs."""
+
+    def load_weights(self, checkpoint: Checkpoint) -> Any: ...
+
+    def replace_weights(self, weights: Any) -> None: ...
+
+
 class Engine:
     """Scheduler and runner, driven one step at a time by one thread."""
 
@@ -58,6 +70,7 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_cached_prompt_tokens = 0
         self._num_completion_tokens = 0
+        self._step_s = 0.0
         self._checks_integrity = os.environ.get("JAXPAGED_DEBUG") == "1"
 
     @classmethod
@@ -77,6 +90,7 @@ class Engine:
 
         A step that fails takes the requests that run with it; the engine goes on.
         """
+        start = time.monotonic()
         try:
             outputs = self._step_overlapped() if self.config.overlap else self._step_plain()
         except Exception as error:
@@ -85,6 +99,7 @@ class Engine:
         if self._checks_integrity:
             self.scheduler.check_integrity()
         self._count(outputs)
+        self._step_s += time.monotonic() - start
         return outputs
 
     def _step_plain(self) -> StepOutputs:
@@ -132,6 +147,27 @@ class Engine:
         """Forgets every unused cached block; returns how many."""
         return self.scheduler.kv.reset_cache()
 
+    def update_weights(self, checkpoint_path: str) -> None:
+        """Takes other weights of the same structure; what runs is aborted, the cache is emptied.
+
+        Both sets are on the device for a moment. When loading fails, nothing has changed.
+
+        Raises:
+          JaxpagedError: the checkpoint cannot be loaded, or is of another structure.
+        """
+        runner = self.runner
+        if not isinstance(runner, WeightsRunner):
+            raise UnsupportedOptionError("checkpoint_path", "this runner's weights are fixed")
+        weights = runner.load_weights(locate(checkpoint_path))
+        for request_id in list(self.scheduler.roster.requests):
+            self.scheduler.abort(request_id)
+        if self._in_flight is not None:  # it still reads the weights that are about to go
+            plan, handle = self._in_flight
+            self._in_flight = None
+            self.scheduler.roster.outputs = self.scheduler.commit(plan, self.runner.collect(handle))
+        runner.replace_weights(weights)
+        self.scheduler.kv.reset_cache()
+
     def stats(self) -> EngineStats:
         roster, pool = self.scheduler.roster, self.scheduler.kv.pool
         num_running = sum(
@@ -152,6 +188,7 @@ class Engine:
             prompt_tokens=self._num_prompt_tokens,
             cached_prompt_tokens=self._num_cached_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
+            step_s=self._step_s,
         )
 
     def block_states(self) -> list[BlockState]:
@@ -162,3 +199,12 @@ class Engine:
         """Frees the device's memory."""
         self._in_flight = None
         self.runner.close()
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """An engine for the model that `config` names, ready to run.
+
+    Raises:
+      JaxpagedError: the model cannot be loaded, or does not fit as configured.
+    """
+    return Engine.start(config, locate(config.model, config.load_format), home_folder())

@@ -1,22 +1,50 @@
-"""Drives an engine from elsewhere. Here: in a thread of this process, for notebooks and servers."""
+"""Drives an engine from elsewhere: one interface, here in a thread of this process (notebooks).
+
+`process_client.py` has the same for an engine in a process of its own (servers).
+"""
 
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from enum import Enum
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from jaxpaged.engine import Engine
-from jaxpaged.errors import EngineClosedError
+from jaxpaged.config import EngineConfig, ResolvedConfig
+from jaxpaged.errors import EngineClosedError, JaxpagedError
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
 from jaxpaged.request import EngineRequest
 
+if TYPE_CHECKING:
+    from jaxpaged.engine import Engine
+
 logger = logging.getLogger(__name__)
+
+OnOutputs = Callable[[StepOutputs], None]
+OnDied = Callable[[JaxpagedError], None]
+
+
+class EngineState(Enum):
+    READY = "ready"
+    RESTARTING = "restarting"  # READY or CLOSED follows
+    CLOSED = "closed"  # by us, or given up: nothing runs on it any more
 
 
 class EngineClient(Protocol):
-    """One way to talk to an engine, wherever it runs. No call waits for a step."""
+    """One way to talk to an engine, wherever it runs. No call waits for a step.
+
+    Calls raise EngineClosedError or EngineRestartingError when there is no engine; a future gets
+    the same error when its engine goes away before it has answered.
+
+    Attributes:
+      config: what the engine decided when it started.
+    """
+
+    config: ResolvedConfig
+
+    @property
+    def state(self) -> EngineState: ...
 
     def submit(self, request: EngineRequest) -> None: ...
 
@@ -30,7 +58,21 @@ class EngineClient(Protocol):
 
     def reset_prefix_cache(self) -> "Future[int]": ...
 
+    def update_weights(self, checkpoint_path: str) -> "Future[None]": ...
+
     def close(self) -> None: ...
+
+
+# Starts an engine for these settings. The callbacks are called in a thread of the client's: the
+# first once a step that has something to tell, the second with the error that ends all that runs.
+StartEngine = Callable[[EngineConfig, OnOutputs, OnDied], EngineClient]
+
+
+def start_in_thread(config: EngineConfig, on_outputs: OnOutputs, on_died: OnDied) -> EngineClient:
+    # why here: a front whose engine is in another process never loads JAX
+    from jaxpaged.engine import load_engine
+
+    return ThreadEngineClient(load_engine(config), on_outputs, on_died)
 
 
 class ThreadEngineClient:
@@ -38,15 +80,11 @@ class ThreadEngineClient:
 
     Args:
       on_outputs: called in that thread, once a step that has something to tell.
-      on_died: called in that thread with one line, when the loop broke: nothing more comes then.
+      on_died: called in that thread, when the loop broke: nothing more comes then.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        on_outputs: Callable[[StepOutputs], None],
-        on_died: Callable[[str], None],
-    ):
+    def __init__(self, engine: "Engine", on_outputs: OnOutputs, on_died: OnDied):
+        self.config = engine.config
         self._engine = engine
         self._on_outputs = on_outputs
         self._on_died = on_died
@@ -55,6 +93,10 @@ class ThreadEngineClient:
         self._refusal: str | None = None
         self._thread = threading.Thread(target=self._run, name="jaxpaged-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def state(self) -> EngineState:
+        return EngineState.READY if self._refusal is None else EngineState.CLOSED
 
     def submit(self, request: EngineRequest) -> None:
         self._ask(lambda: self._engine.add(request))
@@ -73,6 +115,9 @@ class ThreadEngineClient:
 
     def reset_prefix_cache(self) -> "Future[int]":
         return self._ask(self._engine.reset_prefix_cache)
+
+    def update_weights(self, checkpoint_path: str) -> "Future[None]":
+        return self._ask(lambda: self._engine.update_weights(checkpoint_path))
 
     def close(self) -> None:
         """Stops the loop after the step under way and frees the device's memory. Idempotent."""
@@ -95,7 +140,7 @@ class ThreadEngineClient:
                 if self._refusal is not None:
                     raise EngineClosedError(self._refusal)
                 future.set_result(call())
-            except EngineClosedError as error:
+            except JaxpagedError as error:
                 future.set_exception(error)
             except Exception as error:
                 logger.exception("a call to the engine failed")
@@ -117,7 +162,7 @@ class ThreadEngineClient:
         except Exception as error:
             logger.exception("the engine died")
             self._refuse(f"the engine died: {type(error).__name__}")
-            self._on_died(f"the engine died: {type(error).__name__}")
+            self._on_died(EngineClosedError(f"the engine died: {type(error).__name__}"))
         while not self._calls.empty():
             self._calls.get()()  # refused
         self._engine.close()

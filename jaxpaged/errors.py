@@ -79,3 +79,45 @@ class RequestCancelledError(JaxpagedError):
     """The request was aborted before it ended."""
 
     reason = "ABORTED_BY_OPERATOR"
+
+
+class QueueTimeoutError(JaxpagedError):
+    """The request had not started when its `queue_timeout` was over."""
+
+    reason = "QUEUE_TIMEOUT"
+
+
+class SlowReaderError(JaxpagedError):
+    """The reader of a stream fell behind by more tokens than its buffer holds."""
+
+    reason = "SLOW_READER"
+
+
+class ServerDrainingError(JaxpagedError):
+    """The server is about to stop: it accepts nothing, and what outlives the grace time ends."""
+
+    reason = "SERVER_DRAINING"
+
+
+class EngineRestartingError(JaxpagedError):
+    """The engine's process ended and is started again; what ran on it is lost."""
+
+    reason = "ENGINE_RESTARTING"
+
+
+class WeightsChangedError(JaxpagedError):
+    """The weights were replaced while the request ran."""
+
+    reason = "WEIGHTS_CHANGED"
+
+
+class BadTokenError(JaxpagedError):
+    """The call carries no bearer token, or one that the server does not know."""
+
+    reason = "BAD_TOKEN"
+
+
+class AdminOnlyError(JaxpagedError):
+    """The call's token is a user's; AdminService wants an operator's."""
+
+    reason = "ADMIN_ONLY"

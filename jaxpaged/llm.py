@@ -7,7 +7,7 @@ usable.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
@@ -75,7 +75,7 @@ class LLM:
             )
         return self._wait(self._generate_all(items, params, use_tqdm))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """The answer to one prompt, piece by piece; closing the iterator aborts the request."""
         deltas = self._llm.stream(prompt, params)
         try:
@@ -156,13 +156,29 @@ class LLM:
         if self._is_closed:
             coroutine.close()
             raise EngineClosedError("this LLM was closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        tasks: list[asyncio.Task[Any] | None] = []
+        interrupted = threading.Event()
+
+        async def run() -> T:
+            if interrupted.is_set():
+                coroutine.close()
+                raise asyncio.CancelledError
+            tasks.append(asyncio.current_task())
+            return await coroutine
+
+        def cancel() -> None:
+            for task in tasks:
+                if task is not None:
+                    task.cancel()
+
         try:
-            return future.result()
+            return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         except BaseException:
-            future.cancel()
+            # why not Future.cancel: an interrupt may come before there is a future to hold
+            interrupted.set()
+            self._loop.call_soon_threadsafe(cancel)
             raise
 
 

@@ -139,7 +139,14 @@ class Finished:
     timing: Timing
 
 
-StreamEvent = Accepted | Started | Delta | Finished
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Nothing has happened for a while; the place in the queue, 0 once started."""
+
+    queue_position: int
+
+
+StreamEvent = Accepted | Started | Delta | Finished | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,7 @@ class EngineStats:
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
+    step_s: float = 0.0  # spent in steps; in the metrics only, not on the wire
 
     @property
     def waste(self) -> float:

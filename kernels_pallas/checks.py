@@ -13,7 +13,7 @@ from jax import Array
 
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.pool import KVPool
-from kernels_pallas.tuning import AttentionTuning, TPUTuning
+from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning
 
 
 def check_attention(
@@ -25,7 +25,7 @@ def check_attention(
     metadata: AttentionMetadata,
     options: AttentionOptions,
     sinks: Array | None,
-    tuning: AttentionTuning | TPUTuning,
+    tuning: AttentionTuning | HopperTuning | TPUTuning,
 ) -> None:
     """Raises ValueError unless the arguments of `ops.paged_attention` fit each other."""
     _check_rank("q", q, 3)
@@ -80,10 +80,15 @@ def _check_options(options: AttentionOptions) -> None:
         raise ValueError(f"{options.soft_cap=} must be finite and above 0, or None")
 
 
-def _check_tiles(tuning: AttentionTuning | TPUTuning, pool: KVPool) -> None:
+def _check_tiles(tuning: AttentionTuning | HopperTuning | TPUTuning, pool: KVPool) -> None:
     if isinstance(tuning, AttentionTuning):
         if tuning.kv_tile % pool.block_size:
             raise ValueError(f"{tuning.kv_tile=} must be a multiple of {pool.block_size=}")
+        return
+    if isinstance(tuning, HopperTuning):
+        for phase in (tuning.decode, tuning.prefill):
+            if phase.kv_tile % pool.block_size and pool.block_size % phase.kv_tile:
+                raise ValueError(f"{phase.kv_tile=} and {pool.block_size=} do not divide")
         return
     for phase in (tuning.decode, tuning.prefill):
         if phase.fetch % pool.block_size:

@@ -6,19 +6,22 @@ it cannot do raises NotImplementedError with every reason.
 
 import jax
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas import attention_tpu, checks, reference, xla
+from kernels_pallas import attention_hopper, attention_tpu, checks, reference, xla
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.pool import KVPool, PoolLayout
-from kernels_pallas.tuning import AttentionTuning, TPUTuning, default_tuning
+from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
 
-# "tpu_interpret": the TPU's kernels in Pallas's interpreter, on the CPU; slow, for tests.
-IMPLEMENTATIONS = ("xla", "reference", "hopper", "tpu", "tpu_interpret")
+# "..._interpret": the kernels in Pallas's interpreters, on the CPU; slow, for tests.
+IMPLEMENTATIONS = ("xla", "reference", "hopper", "hopper_interpret", "tpu", "tpu_interpret")
 # A platform that is not here takes "xla" too, which runs anywhere.
-PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "xla", "tpu": "tpu"}
+PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "hopper", "tpu": "tpu"}
+
+Tuning = AttentionTuning | HopperTuning | TPUTuning
 
 
 def paged_attention(
@@ -34,7 +37,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Float32[Array, " num_q_heads"] | None = None,
     impl: str | None = None,
-    tuning: AttentionTuning | TPUTuning | None = None,
+    tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
     """Writes the new K and V of one layer into their slots, then attends, causally, row by row.
 
@@ -47,8 +50,9 @@ def paged_attention(
       sm_scale, window, soft_cap: see `AttentionOptions`.
       sinks: one more logit for each head, neither scaled nor capped, that takes probability but
         has no value.
-      impl: one of IMPLEMENTATIONS, or None.
-      tuning: None = what suits the implementation; the TPU's kernels take a TPUTuning.
+      impl: one of IMPLEMENTATIONS, or None: the platform's own, or "xla" on a GPU where the
+        Hopper kernels cannot do this.
+      tuning: None = what suits the implementation, which takes its own kind only.
 
     Returns:
       The output, zeros for padding tokens, and the pool with the new K and V.
@@ -59,10 +63,11 @@ def paged_attention(
     """
     options = AttentionOptions(sm_scale, window, soft_cap)
     name = _implementation(impl)
-    is_tpu = name in ("tpu", "tpu_interpret")
+    if impl is None and name == "hopper" and _unsupported(name, q, pool):
+        name = "xla"
     if tuning is None:
-        tuning = attention_tpu.tuning_for(q, pool) if is_tpu else default_tuning(pool.block_size)
-    if isinstance(tuning, TPUTuning) != is_tpu:
+        tuning = _default_tuning(name, q, pool, metadata)
+    if not isinstance(tuning, _tuning_kind(name)):
         raise ValueError(f"impl={name!r} does not take {type(tuning).__name__}")
     checks.check_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
     reasons = _unsupported(name, q, pool)
@@ -70,6 +75,11 @@ def paged_attention(
         raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
     if name == "reference":
         return _reference(q, k_new, v_new, pool, layer, metadata, options, sinks)
+    if isinstance(tuning, HopperTuning):
+        interpret = plgpu.InterpretGPUParams() if name == "hopper_interpret" else None
+        return attention_hopper.paged_attention(
+            q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=interpret
+        )
     if isinstance(tuning, TPUTuning):
         interpret = pltpu.InterpretParams() if name == "tpu_interpret" else False
         return attention_tpu.paged_attention(
@@ -122,6 +132,20 @@ def _platform() -> str:
     return device.platform if device is not None else jax.default_backend()
 
 
+def _tuning_kind(name: str) -> type[Tuning]:
+    kinds = {"hopper": HopperTuning, "tpu": TPUTuning}
+    return kinds.get(name.removesuffix("_interpret"), AttentionTuning)
+
+
+def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -> Tuning:
+    kind = _tuning_kind(name)
+    if kind is HopperTuning:
+        return attention_hopper.tuning_for(q, pool, metadata)
+    return (
+        attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
+    )
+
+
 def _unsupported(name: str, q: Array, pool: KVPool) -> list[str]:
     """Every reason why the implementation cannot do it."""
     platform = _platform()
@@ -129,9 +153,16 @@ def _unsupported(name: str, q: Array, pool: KVPool) -> list[str]:
         return xla.unsupported(q, pool)
     if name == "reference":
         return [] if platform == "cpu" else [f"{platform=} is not cpu"]
-    if name == "hopper":
-        reasons = ["this version has no such kernel yet"]
-        return reasons if platform == "gpu" else [*reasons, f"{platform=} is not gpu"]
+    if name in ("hopper", "hopper_interpret"):
+        reasons = attention_hopper.unsupported(q, pool)
+        wanted = "gpu" if name == "hopper" else "cpu"
+        if platform != wanted:
+            reasons.append(f"{platform=} is not {wanted}")
+        elif (
+            name == "hopper" and jax.default_backend() == "gpu" and not attention_hopper.is_hopper()
+        ):
+            reasons.append("the GPU's compute capability is not 9.0")
+        return reasons
     wanted = "tpu" if name == "tpu" else "cpu"
     reasons = attention_tpu.unsupported(q, pool, interpreted=name == "tpu_interpret")
     return reasons if platform == wanted else [*reasons, f"{platform=} is not {wanted}"]

@@ -27,6 +27,74 @@ def default_tuning(block_size: int) -> AttentionTuning:
 
 
 @dataclass(frozen=True)
+class HopperDecodeTuning:
+    """Sizes of the Hopper decode kernel.
+
+    Attributes:
+      kv_tile: KV tokens of one softmax update; a multiple of the matrix unit's 64 rows.
+      stages: KV tiles in flight a worker.
+      workers: workers a multiprocessor, each a loading and an attending warpgroup.
+      num_programs: multiprocessors.
+    """
+
+    kv_tile: int = 64
+    stages: int = 2
+    workers: int = 2
+    num_programs: int = 132
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers * self.num_programs
+
+
+@dataclass(frozen=True)
+class HopperPrefillTuning:
+    """Sizes of the Hopper prefill kernel.
+
+    Attributes:
+      kv_tile: KV tokens of one softmax update.
+      stages: KV tiles in flight.
+      attenders: warpgroups that attend, 64 queries each.
+      q_slots: query tiles in shared memory, the one under way included.
+      num_programs: multiprocessors.
+    """
+
+    kv_tile: int = 128
+    stages: int = 2
+    attenders: int = 2
+    q_slots: int = 2
+    num_programs: int = 132
+
+    @property
+    def q_tile(self) -> int:
+        return 64 * self.attenders
+
+
+@dataclass(frozen=True)
+class HopperTuning:
+    """Sizes of both Hopper kernels."""
+
+    decode: HopperDecodeTuning
+    prefill: HopperPrefillTuning
+
+
+def hopper_tuning(*, num_units: int, head_dim: int, num_programs: int) -> HopperTuning:
+    """Sizes measured best on an H200 (docs/performance.md); all fit its shared memory.
+
+    Args:
+      num_units: rows times KV heads of a decode step. Few of them are cut into many parts each:
+        then fewer workers leave fewer parts to merge.
+    """
+    workers, stages = (1, 4) if num_units <= num_programs else (2, 2)
+    prefill = HopperPrefillTuning(num_programs=num_programs)
+    if head_dim > 128:
+        workers, stages = 1, 2
+        prefill = HopperPrefillTuning(64, 2, attenders=1, q_slots=1, num_programs=num_programs)
+    decode = HopperDecodeTuning(64, stages, workers, num_programs)
+    return HopperTuning(decode, prefill)
+
+
+@dataclass(frozen=True)
 class TPUPhaseTuning:
     """Tiles of one phase of the TPU kernels.
 

@@ -1,15 +1,30 @@
 """`jaxpaged client`: streams an answer from a server. Never loads JAX."""
 
 import argparse
+import os
 import sys
 
 from jaxpaged.cli.flags import (
+    add_dataclass_flags,
     add_prompt_flags,
     add_sampling_flags,
     prompt_of,
     sampling_params_of,
 )
 from jaxpaged.cli.printing import print_deltas, print_stats
+from jaxpaged.connection import Connection
+
+_CONNECTION_HELP = {
+    "token": "bearer token; better in the environment variable JAXPAGED_TOKEN, where no process "
+    "list shows it",
+    "tls": "encrypt, and check the server's certificate",
+    "tls_ca": "PEM file of who signed the server's certificate",
+    "tls_cert": "PEM file with a certificate of this client (mTLS)",
+    "tls_key": "PEM file with its key",
+    "tls_server_name": "name in the server's certificate, where it is not the address",
+    "timeout_s": "seconds that the answer may take",
+    "retries": "try again when the server could not take the call",
+}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -24,6 +39,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--admin-address", metavar="HOST:PORT", help="the server's admin port, for --stats"
     )
+    add_dataclass_flags(parser.add_argument_group("connection"), Connection, _CONNECTION_HELP)
     add_sampling_flags(parser)
     parser.set_defaults(run=run)
 
@@ -37,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     if options.stats and options.admin_address is None:
         raise ValueError("--stats needs --admin-address")
     try:
-        with Client(options.address, options.admin_address) as client:
+        connection = {name: getattr(options, name) for name in _CONNECTION_HELP}
+        connection["token"] = options.token or os.environ.get("JAXPAGED_TOKEN")
+        with Client(options.address, options.admin_address, **connection) as client:
             params = sampling_params_of(options)
             print_deltas(client.stream(prompt_of(options), params), params.n or 1)
             if options.stats:

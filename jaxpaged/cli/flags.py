@@ -66,14 +66,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, seed_flag: str = "--seed")
         "model", metavar="MODEL", help="a folder, a .gguf file, a bundled name (smollm2) or hub id"
     )
     group = parser.add_argument_group("engine")
-    hints = get_type_hints(EngineConfig)
-    for field in fields(EngineConfig):
-        if field.name == "model":
-            continue
-        flag = seed_flag if field.name == "seed" else _flag_of(field.name)
-        _add_flag(
-            group, flag, field.name, hints[field.name], _ENGINE_HELP[field.name], field.default
-        )
+    add_dataclass_flags(group, EngineConfig, _ENGINE_HELP, {"seed": seed_flag})
+
+
+def add_dataclass_flags(
+    group: Any, config: type, help_texts: Mapping[str, str], flags: Mapping[str, str] | None = None
+) -> None:
+    """One flag for every field of a dataclass that has a help text.
+
+    Args:
+      flags: names for flags that are not called as their field.
+    """
+    hints = get_type_hints(config)
+    for field in fields(config):
+        if field.name in help_texts:
+            flag = (flags or {}).get(field.name, _flag_of(field.name))
+            help_text = help_texts[field.name]
+            _add_flag(group, flag, field.name, hints[field.name], help_text, field.default)
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:

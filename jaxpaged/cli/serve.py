@@ -4,9 +4,15 @@ import argparse
 import asyncio
 import logging
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxpaged.cli.flags import add_engine_flags, engine_fields, limit_device_memory
+from jaxpaged.cli.flags import (
+    add_dataclass_flags,
+    add_engine_flags,
+    engine_fields,
+    limit_device_memory,
+)
 
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM
@@ -17,10 +23,25 @@ _SERVER_HELP = {
     "port": "port to listen on; 0: any free one",
     "admin_host": "address of the admin port",
     "admin_port": "port of AdminService; 0: any free one",
+    "metrics_host": "address of the metrics port",
+    "metrics_port": "port where Prometheus finds /metrics; default: none",
     "max_request_bytes": "largest message",
     "keepalive_time_s": "seconds without traffic after which a connection is pinged",
     "keepalive_timeout_s": "seconds to wait for the answer to a ping",
     "stop_grace_s": "seconds that running requests get to end when the server is stopped",
+    "stall_timeout_s": "a step that lasts longer counts as stuck, and health says NOT_SERVING; "
+    "raise it where steps are slow (a CPU)",
+    "max_pending_tokens": "tokens that the reader of a stream may be behind",
+    "max_messages_per_s": "messages that all streams together get; beyond that, a message carries "
+    "several tokens, so that many streams do not slow the engine down; default: 1000 a core",
+    "tls_cert": "PEM file with the server's certificate chain",
+    "tls_key": "PEM file with its key",
+    "tls_client_ca": "PEM file; clients must show a certificate signed by it (mTLS)",
+    "token_file": "file of bearer tokens, one a line, that calls must carry",
+    "admin_token_file": "likewise for AdminService; these are good for all calls",
+    "allow_clear_tokens": "take tokens without TLS on an address that is not loopback",
+    "max_engine_restarts": "restarts of an engine that keeps dying before the server exits with "
+    "code 70; 0: exit at once",
 }
 
 
@@ -30,18 +51,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over gRPC",
-        description="Serves a model over gRPC. SIGINT or SIGTERM stops it: running requests get "
-        "--stop-grace-s seconds to end. There is no authentication: mind what --host opens.",
+        description="Serves a model over gRPC, its engine in a process of its own. SIGINT or "
+        "SIGTERM stops it: running requests get --stop-grace-s seconds to end; a second signal "
+        "ends it at once. Without --token-file everybody who reaches --host may call.",
     )
-    group = parser.add_argument_group("server")
-    for field in fields(ServerConfig):
-        group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=type(field.default),
-            default=field.default,
-            metavar=type(field.default).__name__.upper(),
-            help=f"{_SERVER_HELP[field.name]} (default: {field.default})",
-        )
+    add_dataclass_flags(parser.add_argument_group("server"), ServerConfig, _SERVER_HELP)
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
@@ -49,7 +63,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     limit_device_memory(options.memory_fraction)
     from jaxpaged.server.config import ServerConfig
-    from jaxpaged.server.lifecycle import address_of, serve
+    from jaxpaged.server.lifecycle import serve
+    from jaxpaged.server.ports import address_of
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     config = ServerConfig(
@@ -58,8 +73,10 @@ def run(options: argparse.Namespace) -> int:
 
     def load() -> "AsyncLLM":
         from jaxpaged.async_llm import AsyncLLM
+        from jaxpaged.process_client import start_in_process
 
-        return AsyncLLM(**engine_fields(options))
+        start_engine = partial(start_in_process, max_restarts=config.max_engine_restarts)
+        return AsyncLLM(start_engine=start_engine, **engine_fields(options))
 
     def announce(server: "Server", llm: "AsyncLLM") -> None:
         address = address_of(config.host, server.port)
@@ -69,5 +86,4 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )
 
-    asyncio.run(serve(config, load, announce))
-    return 0
+    return asyncio.run(serve(config, load, announce))

@@ -15,7 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import ResolvedConfig
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
 from jaxpaged.runner.executables import COPY_SIZES, MAX_UPDATES, Executables
 from jaxpaged.runner.inputs import max_table_updates
@@ -23,7 +26,7 @@ from jaxpaged.runner.pack import Packer
 from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState
-from jaxpaged.runner.weights import Weights
+from jaxpaged.runner.weights import Weights, load_weights
 from jaxpaged.step_plan import StepPlan, StepResult
 from kernels_pallas.ops import pool_layout
 from kernels_pallas.pool import KVPool, pool_partition_spec
@@ -107,6 +110,34 @@ class Runner:
         _free((self.pool, self._state))  # first: the device may not hold two
         self.pool = self._new_pool()
         self._state = self._new_state()
+
+    def load_weights(self, checkpoint: Checkpoint) -> Weights:
+        """Weights that can take the place of the present ones without a compile.
+
+        Raises:
+          InvalidFieldError: they are of another structure.
+          CheckpointError: they cannot be read.
+        """
+        structure = self.weights.structure
+        weights = load_weights(
+            ModelConfig.from_hf(checkpoint.config),
+            checkpoint,
+            dtype=structure.dtype,
+            mesh=structure.mesh,
+        )
+        if weights.structure != structure:
+            _free(weights)
+            raise InvalidFieldError(
+                "checkpoint_path",
+                f"the model in {checkpoint.path} is not of the loaded one's structure: it has "
+                f"{weights.structure.config}, loaded is {structure.config}",
+            )
+        return weights
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Puts what `load_weights` gave in place of the present weights, and frees those."""
+        _free(self.weights)
+        self.weights = weights
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""

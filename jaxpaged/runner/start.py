@@ -76,6 +76,7 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
     # More could never be in use at once, and an idle cache of that size is size enough.
     if config.num_blocks is None:
         num_blocks = min(num_blocks, max_num_seqs * -(-wanted_len // config.block_size))
+    _check_index_range(num_blocks, config.block_size, model.num_layers)
     return ResolvedConfig(
         model=name,
         vocab_size=model.vocab_size,
@@ -119,6 +120,13 @@ def _len_of_tables(
         max_num_seqs,
     )
     return longest
+
+
+def _check_index_range(num_blocks: int, block_size: int, num_layers: int) -> None:
+    """Slots, and rows of the pool (a block of a layer each), are counted in int32 on the device."""
+    limit = (2**31 - 1) // max(block_size, num_layers) - 1
+    if num_blocks > limit:
+        raise InvalidFieldError("num_blocks", f"num_blocks={num_blocks} must be at most {limit}")
 
 
 def _fitting_len(config: EngineConfig, wanted_len: int, num_blocks: int) -> int:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import PurePath
 
 from jaxpaged.convert import duration_from_proto
 from jaxpaged.convert_outputs import blocks_to_proto, stats_to_proto
-from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
+from jaxpaged.errors import InvalidFieldError
 from jaxpaged.server.rpc import Call
-from jaxpaged.server.service import LoadedModel
+from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import admin_pb2
 
 _DEFAULT_INTERVAL_S = 1.0
@@ -17,20 +18,27 @@ _MIN_INTERVAL_S = 0.01
 class AdminService:
     """Methods named and ordered as in admin.proto; `rpc.py` makes handlers of them."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
+    def __init__(self, state: ServingState, default_drain_s: float) -> None:
+        self._state = state
+        self._default_drain_s = default_drain_s
 
     async def Abort(self, request: admin_pb2.AbortRequest, call: Call) -> admin_pb2.AbortResponse:
-        aborted = await self._model.get().abort(list(request.request_ids))
+        aborted = await self._state.get().abort(list(request.request_ids))
         return admin_pb2.AbortResponse(aborted_request_ids=aborted)
 
     async def Drain(self, request: admin_pb2.DrainRequest, call: Call) -> admin_pb2.DrainResponse:
-        raise UnsupportedOptionError("Drain", "Drain is not supported by this build")
+        timeout_s = self._default_drain_s
+        if request.HasField("timeout"):
+            timeout_s = duration_from_proto(request.timeout)
+        if timeout_s < 0:
+            raise InvalidFieldError("timeout", f"timeout={timeout_s:g} s must be at least 0 s")
+        finished, aborted = await self._state.drain(timeout_s)
+        return admin_pb2.DrainResponse(finished_requests=finished, aborted_requests=aborted)
 
     async def GetStats(
         self, request: admin_pb2.GetStatsRequest, call: Call
     ) -> admin_pb2.GetStatsResponse:
-        llm = self._model.get()
+        llm = self._state.get()
         response = admin_pb2.GetStatsResponse(stats=stats_to_proto(await llm.stats()))
         if request.include_blocks:
             response.blocks.extend(blocks_to_proto(await llm.block_states()))
@@ -39,7 +47,7 @@ class AdminService:
     async def WatchStats(
         self, request: admin_pb2.WatchStatsRequest, call: Call
     ) -> AsyncGenerator[admin_pb2.WatchStatsResponse]:
-        llm = self._model.get()
+        llm = self._state.get()
         interval_s = _DEFAULT_INTERVAL_S
         if request.HasField("interval"):
             interval_s = duration_from_proto(request.interval)
@@ -57,12 +65,15 @@ class AdminService:
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, call: Call
     ) -> admin_pb2.ResetPrefixCacheResponse:
-        forgotten = await self._model.get().reset_prefix_cache()
+        forgotten = await self._state.get().reset_prefix_cache()
         return admin_pb2.ResetPrefixCacheResponse(forgotten_blocks=forgotten)
 
     async def UpdateWeights(
         self, request: admin_pb2.UpdateWeightsRequest, call: Call
     ) -> admin_pb2.UpdateWeightsResponse:
-        raise UnsupportedOptionError(
-            "UpdateWeights", "UpdateWeights is not supported by this build"
-        )
+        path = request.checkpoint_path
+        if not path:
+            raise InvalidFieldError("checkpoint_path", "checkpoint_path must not be empty")
+        version = request.weights_version or PurePath(path).name
+        await self._state.get().update_weights(path, version)
+        return admin_pb2.UpdateWeightsResponse(weights_version=version)

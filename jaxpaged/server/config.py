@@ -5,13 +5,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where and how to listen. Port 0: any free one."""
+    """Where and how to listen, whom to let in, and when to give up. Port 0: any free one.
+
+    Attributes:
+      metrics_port: None = no metrics.
+      stop_grace_s: what running requests get to end in when the server drains.
+      stall_timeout_s: a step that lasts longer counts as stuck, and health says so.
+      max_pending_tokens: tokens that a stream's reader may be behind.
+      max_messages_per_s: deltas that all streams together get; beyond that, tokens are merged.
+        None: 1000 a CPU core, which is about a tenth of each, and at most 8000.
+      tls_cert, tls_key: PEM files; both or neither.
+      tls_client_ca: PEM file; clients must then show a certificate that it has signed.
+      token_file: bearer tokens, one a line.
+      admin_token_file: likewise, for AdminService; these are good for everything.
+      allow_clear_tokens: take tokens without TLS on an address that is not loopback.
+      max_engine_restarts: restarts of an engine that keeps dying, before the server exits.
+    """
 
     host: str = "127.0.0.1"
     port: int = 50051
     admin_host: str = "127.0.0.1"
     admin_port: int = 50052
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
     max_request_bytes: int = 64 * 2**20
     keepalive_time_s: float = 30.0
     keepalive_timeout_s: float = 10.0
     stop_grace_s: float = 30.0
+    stall_timeout_s: float = 1.5
+    max_pending_tokens: int = 4096
+    max_messages_per_s: float | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    token_file: str | None = None
+    admin_token_file: str | None = None
+    allow_clear_tokens: bool = False
+    max_engine_restarts: int = 3

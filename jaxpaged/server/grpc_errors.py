@@ -41,8 +41,24 @@ _TABLE = {
     "QUEUE_FULL": _Row(
         grpc.StatusCode.RESOURCE_EXHAUSTED, errors.QueueFullError, retry_after_s=1, pushback=True
     ),
+    "QUEUE_TIMEOUT": _Row(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        errors.QueueTimeoutError,
+        retry_after_s=1,
+        pushback=True,
+    ),
+    "SLOW_READER": _Row(grpc.StatusCode.RESOURCE_EXHAUSTED, errors.SlowReaderError),
+    "SERVER_DRAINING": _Row(
+        grpc.StatusCode.UNAVAILABLE, errors.ServerDrainingError, retry_after_s=1
+    ),
+    "ENGINE_RESTARTING": _Row(
+        grpc.StatusCode.UNAVAILABLE, errors.EngineRestartingError, retry_after_s=5
+    ),
     "NOT_READY": _Row(grpc.StatusCode.UNAVAILABLE, errors.EngineClosedError, retry_after_s=1),
     "ABORTED_BY_OPERATOR": _Row(grpc.StatusCode.ABORTED, errors.RequestCancelledError),
+    "WEIGHTS_CHANGED": _Row(grpc.StatusCode.ABORTED, errors.WeightsChangedError),
+    "BAD_TOKEN": _Row(grpc.StatusCode.UNAUTHENTICATED, errors.BadTokenError),
+    "ADMIN_ONLY": _Row(grpc.StatusCode.PERMISSION_DENIED, errors.AdminOnlyError),
     "NON_FINITE_LOGITS": _Row(grpc.StatusCode.INTERNAL, errors.NonFiniteLogitsError),
     "BUG": _Row(grpc.StatusCode.INTERNAL, errors.JaxpagedError),
 }
@@ -53,7 +69,7 @@ _TABLE = {
 
 def status_of(error: Exception, request_id: str) -> tuple[grpc.StatusCode, Status]:
     """The status that tells a client about `error`; faults of ours tell only the request id."""
-    reason = _reason_of(error)
+    reason = reason_of(error)
     row = _TABLE[reason]
     message = str(error).encode(errors="replace")[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
     if row.code is grpc.StatusCode.INTERNAL:
@@ -80,13 +96,14 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception, request_id:
     """Ends the call with the status of `error`; raises grpc.aio.AbortError, always."""
     code, status = status_of(error, request_id)
     trailing: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
-    row = _TABLE[_reason_of(error)]
+    row = _TABLE[reason_of(error)]
     if row.pushback and row.retry_after_s is not None:
         trailing.append((_PUSHBACK_KEY, str(round(row.retry_after_s * 1000))))
     await context.abort(code, status.message, tuple(trailing))
 
 
-def _reason_of(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The word of the table for an error; every error has one."""
     return error.reason if isinstance(error, errors.JaxpagedError) else "BUG"
 
 

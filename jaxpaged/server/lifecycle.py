@@ -1,24 +1,33 @@
-"""A server's life: bind both ports, load, serve, stop.
+"""A server's life: bind all ports, load, serve, drain, stop.
 
 The ports are bound before the model loads, so that a port in use is known at once and health
 checks are answered meanwhile (NOT_SERVING; other calls get NOT_READY).
 """
 
 import asyncio
-import errno
+import os
 import signal
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxpaged.server.admin import AdminService
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.health import HealthMonitor
+from jaxpaged.server.metrics import Metrics, MetricsPage
+from jaxpaged.server.ports import bind, channel_options
 from jaxpaged.server.rpc import service_handler
-from jaxpaged.server.service import InferenceService, LoadedModel
+from jaxpaged.server.security import (
+    TokenInterceptor,
+    Tokens,
+    check_clear_tokens,
+    server_credentials,
+)
+from jaxpaged.server.service import InferenceService
+from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import admin_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -28,106 +37,97 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEALTH_NAMES = ("", _INFERENCE.full_name, _ADMIN.full_name)
 _REFLECTION_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-# Clients may ping every 10 s and some every 5 s, also without calls; the library's own limit of
-# 5 minutes would end their connections during a long prefill.
-_MIN_CLIENT_PING_INTERVAL_MS = 4000
+# For the last words of calls that have ended, and for readers that do not read.
+_CLOSE_GRACE_S = 1.0
+EXIT_ENGINE_LOST = 70
+_MESSAGES_PER_S_AND_CORE, _MAX_MESSAGES_PER_S = 1000, 8000
 
 
 class Server:
-    """The inference port and the admin port, each with health and reflection.
+    """The inference port and the admin port, each with health and reflection; and the metrics.
 
-    Used inside one event loop. `port` and `admin_port` are the bound ones.
+    Used inside one event loop. `port`, `admin_port` and `metrics_port` are the bound ones.
+
+    Raises:
+      ValueError: the settings contradict each other, or would show tokens to a network.
+      OSError: a port or a file cannot be had.
     """
 
     def __init__(self, config: ServerConfig) -> None:
+        check_clear_tokens(config)
+        credentials = server_credentials(config)
         self._config = config
-        self._model = LoadedModel()
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        inference = InferenceService(self._model, config.max_request_bytes)
-        self._inference = self._make_server(_INFERENCE, inference)
-        self._admin = self._make_server(_ADMIN, AdminService(self._model))
-        self.port = _bind(self._inference, config.host, config.port)
-        self.admin_port = _bind(self._admin, config.admin_host, config.admin_port)
+        self._state = ServingState()
+        self._metrics = Metrics()
+        self.health = HealthMonitor(self._state, _HEALTH_NAMES, config.stall_timeout_s)
+        self._monitor: asyncio.Task[None] | None = None
+        self._metrics_page: MetricsPage | None = None
+        self.metrics_port: int | None = None
+        users, admins = Tokens(config.token_file), Tokens(config.admin_token_file)
+        inference = InferenceService(self._state, config)
+        self._inference = self._make_server(
+            _INFERENCE, inference, TokenInterceptor(allowed=[users, admins], users=users), users
+        )
+        admin = AdminService(self._state, config.stop_grace_s)
+        self._admin = self._make_server(
+            _ADMIN, admin, TokenInterceptor(allowed=[admins], users=users), admins
+        )
+        self.port = bind(self._inference, config.host, config.port, credentials)
+        self.admin_port = bind(self._admin, config.admin_host, config.admin_port, credentials)
 
     async def start(self) -> None:
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        config = self._config
+        if config.metrics_port is not None:
+            self.metrics_port, self._metrics_page = self._metrics.start(
+                config.metrics_host, config.metrics_port
+            )
+        await self.health.update()
         await self._inference.start()
         await self._admin.start()
 
     async def set_ready(self, llm: "AsyncLLM") -> None:
         """From now on requests go to `llm`, which stays the caller's to close."""
-        self._model.set(llm)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        llm.live.max_wakes_per_s = self._config.max_messages_per_s or min(
+            _MAX_MESSAGES_PER_S, _MESSAGES_PER_S_AND_CORE * (os.cpu_count() or 1)
+        )
+        self._state.set_loaded(llm)
+        if self._metrics_page is not None:
+            self._metrics.watch(llm)
+        await self.health.update()
+        self._monitor = asyncio.create_task(self.health.run())
 
     async def stop(self) -> None:
-        """Refuses new calls, lets running ones end within the grace time, cancels the rest."""
-        await self._health.enter_graceful_shutdown()
-        await self._inference.stop(self._config.stop_grace_s)
+        """Takes no new calls, lets running ones end within the grace time, ends the rest."""
+        if self._monitor is not None:
+            self._monitor.cancel()
+        await self.health.servicer.enter_graceful_shutdown()
+        await self._state.drain(self._config.stop_grace_s)
+        await self._inference.stop(_CLOSE_GRACE_S)
         await self._admin.stop(None)  # at once: WatchStats never ends by itself
+        if self._metrics_page is not None:
+            await asyncio.to_thread(self._metrics_page.close)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for name in _HEALTH_NAMES:
-            await self._health.set(name, status)
-
-    def _make_server(self, service, servicer: object) -> grpc.aio.Server:
-        config = self._config
+    def _make_server(
+        self, service, servicer: object, interceptor: TokenInterceptor, tokens: Tokens
+    ) -> grpc.aio.Server:
         server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),  # else two servers share one port without a word
-                ("grpc.max_receive_message_length", config.max_request_bytes),
-                ("grpc.max_send_message_length", config.max_request_bytes),
-                ("grpc.keepalive_time_ms", round(config.keepalive_time_s * 1000)),
-                ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
-                ("grpc.keepalive_permit_without_calls", 1),
-                (
-                    "grpc.http2.min_ping_interval_without_data_ms",
-                    _MIN_CLIENT_PING_INTERVAL_MS,
-                ),
-            )
+            options=channel_options(self._config), interceptors=[interceptor] if tokens else []
         )
-        server.add_generic_rpc_handlers((service_handler(service, servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        handler = service_handler(service, servicer, self._metrics.on_rejected)
+        server.add_generic_rpc_handlers((handler,))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, server)
         reflection.enable_server_reflection((service.full_name, *_REFLECTION_NAMES), server)
         return server
-
-
-def address_of(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Binds and returns the port; OSError with one clear line when that cannot be."""
-    address = address_of(host, port)
-    _probe(host, port, address)  # gRPC's own message names neither the port nor the cause
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    if not bound:
-        raise OSError(f"cannot listen on {address}")
-    return bound
-
-
-def _probe(host: str, port: int, address: str) -> None:
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-            probe.listen()
-    except OSError as error:
-        cause = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise OSError(f"cannot listen on {address}: {cause}") from error
 
 
 async def serve(
     config: ServerConfig,
     load: Callable[[], "AsyncLLM"],
     announce: Callable[[Server, "AsyncLLM"], None],
-) -> None:
-    """Serves until SIGINT or SIGTERM. While the model loads these end the process at once.
+) -> int:
+    """Serves until SIGINT or SIGTERM, or until the engine is lost; returns the exit code.
+
+    While the model loads, and once the server stops, a signal ends the process at once.
 
     Args:
       load: makes the front; runs in a thread, so that health answers meanwhile.
@@ -149,7 +149,11 @@ async def serve(
     try:
         await server.set_ready(llm)
         announce(server, llm)
-        await stopping.wait()
+        events = (stopping, server.health.engine_lost)
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
         # A second signal does not wait for the running requests.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -157,3 +161,4 @@ async def serve(
         await server.stop()
     finally:
         llm.close()
+    return EXIT_ENGINE_LOST if server.health.engine_lost.is_set() else 0

@@ -4,20 +4,24 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import Message
+
 import jaxpaged
-from jaxpaged.convert import params_from_proto, prompt_from_proto
+from jaxpaged.convert import duration_from_proto, params_from_proto, prompt_from_proto
 from jaxpaged.convert_outputs import event_to_proto, info_to_proto, output_to_proto, wants
 from jaxpaged.errors import (
-    EngineClosedError,
     InvalidFieldError,
     ModelNotFoundError,
     UnsupportedOptionError,
 )
 from jaxpaged.outputs import Accepted
 from jaxpaged.sampling_params import MAX_N
+from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.rpc import Call
+from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import inference_pb2 as pb
 from jaxpaged.validation import check_request_id
 
@@ -26,27 +30,16 @@ if TYPE_CHECKING:
     from jaxpaged.text.tokenizer import Tokenizer
 
 
-class LoadedModel:
-    """Holds the front once it is loaded; shared by the two services."""
-
-    def __init__(self) -> None:
-        self._llm: AsyncLLM | None = None
-
-    def set(self, llm: "AsyncLLM") -> None:
-        self._llm = llm
-
-    def get(self) -> "AsyncLLM":
-        if self._llm is None:
-            raise EngineClosedError("the model is still loading")
-        return self._llm
+_MIN_HEARTBEAT_S = 0.01
+_REQUEST_ID_KEY = "jaxpaged-request-id"
 
 
 class InferenceService:
     """Methods named and ordered as in inference.proto; `rpc.py` makes handlers of them."""
 
-    def __init__(self, model: LoadedModel, max_request_bytes: int) -> None:
-        self._model = model
-        self._max_request_bytes = max_request_bytes
+    def __init__(self, state: ServingState, config: ServerConfig) -> None:
+        self._state = state
+        self._config = config
         self._started_at = datetime.now(UTC)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
@@ -56,25 +49,31 @@ class InferenceService:
             params_from_proto(request),
             request_id=call.request_id,
             return_text=wants(request.output, "text"),
+            queue_timeout_s=_seconds(request, "queue_timeout"),
+            on_accepted=partial(_tell_accepted, call),
         )
         return output_to_proto(output, llm.info, request.output)
 
     async def Stream(
         self, request: pb.StreamRequest, call: Call
     ) -> AsyncGenerator[pb.StreamResponse]:
-        for name in ("min_tokens_per_message", "heartbeat_interval"):
-            if request.options.HasField(name):
-                raise UnsupportedOptionError(name, f"{name} is not supported by this build")
         source = request.request
         llm = self._admit(source, call)
+        params = params_from_proto(source)
         events = llm.stream_events(
-            prompt_from_proto(source), params_from_proto(source), request_id=call.request_id
+            prompt_from_proto(source),
+            params,
+            request_id=call.request_id,
+            queue_timeout_s=_seconds(source, "queue_timeout"),
+            heartbeat_s=_seconds(request.options, "heartbeat_interval", _MIN_HEARTBEAT_S),
+            min_tokens_per_delta=self._min_tokens(request.options, params.n or 1),
+            max_pending_tokens=self._config.max_pending_tokens,
         )
         message_index = 0
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Accepted):
-                    await call.context.send_initial_metadata(())
+                    await _tell_accepted(call)
                 message = event_to_proto(event, llm.info, source.output)
                 if message is None:
                     continue
@@ -120,24 +119,45 @@ class InferenceService:
         response.started_at.FromDatetime(self._started_at)
         response.max_n = MAX_N
         response.max_logprobs = 0  # refused until they are honoured
-        response.max_request_bytes = self._max_request_bytes
+        response.max_request_bytes = self._config.max_request_bytes
         return response
 
     def _admit(self, request: pb.GenerateRequest, call: Call) -> "AsyncLLM":
         """Checks what only the wire has, and settles the request id."""
         call.request_id = check_request_id(request.request_id)
-        llm = self._loaded(request.model)
-        if request.HasField("queue_timeout"):
-            raise UnsupportedOptionError(
-                "queue_timeout", "queue_timeout is not supported by this build"
+        self._state.admit()
+        return self._loaded(request.model)
+
+    def _min_tokens(self, options: pb.StreamOptions, n: int) -> int:
+        """Pending tokens of n sequences must never pass for those of a slow reader."""
+        value, limit = options.min_tokens_per_message, self._config.max_pending_tokens // n
+        if value > limit:
+            raise InvalidFieldError(
+                "min_tokens_per_message",
+                f"min_tokens_per_message={value} must be at most {limit} (max_pending_tokens / n)",
             )
-        return llm
+        return value
 
     def _loaded(self, model: str) -> "AsyncLLM":
-        llm = self._model.get()
+        llm = self._state.get()
         if model not in ("", llm.info.model):
             raise ModelNotFoundError(f"{model=} is not loaded; this server has {llm.info.model!r}")
         return llm
+
+
+async def _tell_accepted(call: Call) -> None:
+    """Initial metadata: the client knows before any token that the request is queued."""
+    await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
+
+
+def _seconds(message: Message, name: str, minimum: float = 0.0) -> float | None:
+    """A duration; None when it is not set."""
+    if not message.HasField(name):
+        return None
+    seconds = duration_from_proto(getattr(message, name))
+    if seconds < minimum:
+        raise InvalidFieldError(name, f"{name}={seconds:g} s must be at least {minimum:g} s")
+    return seconds
 
 
 def _tokenizer(llm: "AsyncLLM") -> "Tokenizer":

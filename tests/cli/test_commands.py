@@ -19,7 +19,7 @@ FAKE_SERVE = """
 import sys, types
 from helpers.fake_async_llm import FakeAsyncLLM
 from jaxpaged.errors import CheckpointError
-def make(**fields):
+def make(start_engine, **fields):
     if fields["model"] == "broken":
         raise CheckpointError("model.safetensors is truncated")
     return FakeAsyncLLM()

@@ -1,9 +1,12 @@
 """A front without an engine: scripted answers, every call recorded, errors on demand."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine_client import EngineState
 from jaxpaged.outputs import (
     Accepted,
     BlockState,
@@ -77,6 +80,37 @@ class FakeTokenizer:
         return bytes([token_id])
 
 
+class FakeEngineClient:
+    """An engine that could always step."""
+
+    state = EngineState.READY
+
+    def stats(self) -> Future[EngineStats]:
+        future: Future[EngineStats] = Future()
+        future.set_result(STATS)
+        return future
+
+
+class FakeLiveRequests:
+    """Counts the fake's running requests; there is nothing to end."""
+
+    num_queued = 0
+    max_wakes_per_s: float | None = None
+
+    def __init__(self, running: set[str]) -> None:
+        self._running = running
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def wait_empty(self) -> None:
+        while self._running:
+            await asyncio.sleep(0.01)
+
+    def fail_all(self, error: Exception) -> int:
+        return len(self._running)
+
+
 class FakeAsyncLLM:
     """The calls of AsyncLLM.
 
@@ -87,6 +121,8 @@ class FakeAsyncLLM:
       hold: while cleared, a request waits after its first delta.
       texts: what every sequence answers, one delta each.
       matched_stop: what ended the answers.
+      options: the other arguments of the last Generate or Stream.
+      updates: (checkpoint path, version) of every UpdateWeights.
       ended: request ids whose generator was closed or whose call was cancelled or finished.
     """
 
@@ -105,6 +141,11 @@ class FakeAsyncLLM:
         self.running: set[str] = set()
         self.ended: list[str] = []
         self.closed = False
+        self.engine = FakeEngineClient()
+        self.live = FakeLiveRequests(self.running)
+        self.observer = None
+        self.options: dict[str, Any] = {}
+        self.updates: list[tuple[str, str]] = []
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         text = prompt.messages[0]["content"] if isinstance(prompt, ChatPrompt) else prompt
@@ -118,10 +159,17 @@ class FakeAsyncLLM:
         *,
         request_id: str | None = None,
         return_text: bool = True,
+        queue_timeout_s: float | None = None,
+        on_accepted: Callable[[], Awaitable[None]] | None = None,
     ) -> RequestOutput:
         texts: dict[int, str] = {}
         ids: dict[int, list[int]] = {}
-        async for event in self.stream_events(prompt, params, request_id=request_id):
+        events = self.stream_events(
+            prompt, params, request_id=request_id, queue_timeout_s=queue_timeout_s
+        )
+        async for event in events:
+            if isinstance(event, Accepted) and on_accepted is not None:
+                await on_accepted()
             if isinstance(event, Delta):
                 texts[event.index] = texts.get(event.index, "") + event.text
                 ids.setdefault(event.index, []).extend(event.token_ids)
@@ -140,8 +188,14 @@ class FakeAsyncLLM:
         return RequestOutput(request_id or "", [1, 2, 3], completions, USAGE, TIMING)
 
     async def stream_events(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[StreamEvent]:
+        self.options = options
         self.calls.append((prompt, params, request_id))
         if self.error is not None and self.error_after is None:
             raise self.error
@@ -181,6 +235,9 @@ class FakeAsyncLLM:
 
     async def reset_prefix_cache(self) -> int:
         return 3
+
+    async def update_weights(self, checkpoint_path: str, weights_version: str) -> None:
+        self.updates.append((checkpoint_path, weights_version))
 
     def close(self) -> None:
         self.closed = True

@@ -57,15 +57,16 @@ def test_abort_answers_the_ids_that_ran_and_reset_counts_blocks():
     with_server(body)
 
 
-def test_drain_and_update_weights_are_refused_by_name():
+def test_update_weights_names_the_version():
     async def body(running: Running) -> None:
-        for call in (
-            running.admin.Drain(admin_pb2.DrainRequest()),
-            running.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest()),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match="not supported") as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        request = admin_pb2.UpdateWeightsRequest(checkpoint_path="/a/b", weights_version="v2")
+        assert (await running.admin.UpdateWeights(request)).weights_version == "v2"
+        request = admin_pb2.UpdateWeightsRequest(checkpoint_path="/a/b")
+        assert (await running.admin.UpdateWeights(request)).weights_version == "b"
+        assert running.llm.updates == [("/a/b", "v2"), ("/a/b", "b")]
+        with pytest.raises(grpc.aio.AioRpcError, match="checkpoint_path") as caught:
+            await running.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     with_server(body)
 

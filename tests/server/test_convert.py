@@ -18,6 +18,7 @@ from jaxpaged.convert_outputs import (
     stats_to_proto,
 )
 from jaxpaged.errors import InvalidFieldError
+from jaxpaged.outputs import Heartbeat
 from jaxpaged.request import FinishReason
 from jaxpaged.sampling_params import ChatPrompt, SamplingParams
 from jaxpaged.v1 import inference_pb2 as pb
@@ -160,7 +161,8 @@ def test_info_stats_and_blocks_return_as_they_were():
 
 
 def test_client_tolerates_what_a_newer_server_sends():
-    assert event_from_proto(pb.StreamResponse(heartbeat={"queue_position": 3})) is None
+    heartbeat = pb.StreamResponse(heartbeat={"queue_position": 3})
+    assert event_from_proto(heartbeat) == Heartbeat(queue_position=3)
     assert event_from_proto(pb.StreamResponse()) is None
     response = pb.GenerateResponse(completions=[{}])
     response.completions[0].finish_reason = 77  # type: ignore[assignment]

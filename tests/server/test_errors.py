@@ -24,6 +24,13 @@ RAISED = [
     (errors.QueueFullError("1024 wait"), CODE.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     (errors.EngineClosedError("closed"), CODE.UNAVAILABLE, "NOT_READY"),
     (errors.RequestCancelledError("aborted"), CODE.ABORTED, "ABORTED_BY_OPERATOR"),
+    (errors.QueueTimeoutError("1 s"), CODE.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT"),
+    (errors.SlowReaderError("behind"), CODE.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    (errors.ServerDrainingError("drains"), CODE.UNAVAILABLE, "SERVER_DRAINING"),
+    (errors.EngineRestartingError("died"), CODE.UNAVAILABLE, "ENGINE_RESTARTING"),
+    (errors.WeightsChangedError("other"), CODE.ABORTED, "WEIGHTS_CHANGED"),
+    (errors.BadTokenError("who"), CODE.UNAUTHENTICATED, "BAD_TOKEN"),
+    (errors.AdminOnlyError("no"), CODE.PERMISSION_DENIED, "ADMIN_ONLY"),
     (errors.NonFiniteLogitsError("secret"), CODE.INTERNAL, "NON_FINITE_LOGITS"),
     (errors.EngineFailedError("secret"), CODE.INTERNAL, "BUG"),
     (KeyError("secret"), CODE.INTERNAL, "BUG"),
@@ -76,8 +83,10 @@ def test_raised_error_becomes_its_status(raised, code, reason, is_stream: bool):
         assert info.reason == reason and info.metadata["request_id"] == "id-7"
         assert info.metadata.get("field", "") == getattr(raised, "field", "")
         assert ("BadRequest" in found) == (reason == "INVALID_FIELD")
-        assert ("RetryInfo" in found) == (code in (CODE.RESOURCE_EXHAUSTED, CODE.UNAVAILABLE))
-        assert ("grpc-retry-pushback-ms" in found) == (code is CODE.RESOURCE_EXHAUSTED)
+        can_retry = code in (CODE.RESOURCE_EXHAUSTED, CODE.UNAVAILABLE) and reason != "SLOW_READER"
+        assert ("RetryInfo" in found) == can_retry
+        has_pushback = can_retry and code is CODE.RESOURCE_EXHAUSTED
+        assert ("grpc-retry-pushback-ms" in found) == has_pushback
         message = error.details() or ""
         if code is CODE.INTERNAL:
             assert "secret" not in message and "id-7" in message and "Traceback" not in message
@@ -107,8 +116,7 @@ def test_every_error_class_is_in_the_table():
     [
         ({}, CODE.INVALID_ARGUMENT, "prompt"),
         ({"text": "x", "model": "other"}, CODE.NOT_FOUND, ""),
-        ({"text": "x", "queue_timeout": {"seconds": 1}}, CODE.UNIMPLEMENTED, "queue_timeout"),
-        ({"text": "x", "queue_timeout": {}}, CODE.UNIMPLEMENTED, "queue_timeout"),
+        ({"text": "x", "queue_timeout": {"seconds": -1}}, CODE.INVALID_ARGUMENT, "queue_timeout"),
         ({"text": "x", "request_id": "i" * 257}, CODE.INVALID_ARGUMENT, "request_id"),
         ({"text": "x", "model": "안" * 10**6}, CODE.NOT_FOUND, ""),
     ],
@@ -128,16 +136,16 @@ def test_requests_refused_by_the_service(request_fields, code, field: str):
     with_server(body)
 
 
-@pytest.mark.parametrize("name", ["min_tokens_per_message", "heartbeat_interval"])
-def test_stream_options_are_refused_by_name(name: str):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_tokens_per_message", 2049), ("heartbeat_interval", {"nanos": 1000})],
+)
+def test_stream_options_out_of_range_are_refused_by_name(name: str, value):
     async def body(running: Running) -> None:
-        request = pb.StreamRequest(request={"text": "x"})
-        if name == "heartbeat_interval":
-            request.options.heartbeat_interval.seconds = 1
-        else:
-            request.options.min_tokens_per_message = 0
+        source = pb.GenerateRequest(text="x", sampling={"n": 2})
+        request = pb.StreamRequest(request=source, options={name: value})
         error = await failure(running.stub.Stream(request))
-        assert error.code() is CODE.UNIMPLEMENTED
+        assert error.code() is CODE.INVALID_ARGUMENT
         assert details(error)[0].metadata["field"] == name
 
     with_server(body)
@@ -213,6 +221,7 @@ def test_random_bytes_never_end_as_unknown_or_internal():
         seen = set()
         calls = _raw_calls(running)
         del calls["/jaxpaged.v1.AdminService/WatchStats"]  # never ends when it is accepted
+        del calls["/jaxpaged.v1.AdminService/Drain"]  # nothing is accepted after it
         for method, call in calls.items():
             for _ in range(60):
                 data = mutated()

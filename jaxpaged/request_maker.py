@@ -1,0 +1,139 @@
+"""From what a user asks to what an engine takes: tokens, checked limits, every option resolved."""
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+from jaxpaged import checkpoint, validation
+from jaxpaged.config import EngineConfig, ResolvedConfig
+from jaxpaged.errors import InvalidFieldError
+from jaxpaged.outputs import ModelInfo
+from jaxpaged.request import EngineRequest
+from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.text import Tokenizer, load_tokenizer, render_chat
+from jaxpaged.validation import SamplingDefaults
+
+logger = logging.getLogger(__name__)
+
+# Longer texts are tokenised in a thread, so that other streams go on meanwhile.
+_THREAD_TEXT_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class FrontModel:
+    """What a front needs of a model: everything but its weights."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+    defaults: SamplingDefaults
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "FrontModel":
+        """Reads the model's files.
+
+        Raises:
+          JaxpagedError: there is no such model, or its files are damaged.
+        """
+        located = checkpoint.locate(config.model, config.load_format)
+        wishes = located.generation_config if config.generation_config == "auto" else {}
+        for wish in validation.unsupported_defaults(wishes):
+            logger.warning("the model's generation config asks for %s: not supported yet", wish)
+        tokenizer = load_tokenizer(located)
+        return cls(
+            config,
+            tokenizer,
+            SamplingDefaults.from_generation_config(wishes),
+            tokenizer.eos_token_ids
+            if tokenizer
+            else checkpoint.eos_token_ids(located.config, located.generation_config),
+        )
+
+
+class RequestMaker:
+    """Makes engine requests for one model and the engine that runs it."""
+
+    def __init__(self, model: FrontModel, resolved: ResolvedConfig):
+        self._model = model
+        self._resolved = resolved
+        self._seeds = random.Random(model.config.seed)
+
+    async def make(
+        self, engine_id: str, prompt: Prompt, params: SamplingParams | None
+    ) -> EngineRequest:
+        """A request that the engine can run as it is.
+
+        Raises:
+          JaxpagedError: what is wrong with it.
+        """
+        model, resolved = self._model, self._resolved
+        if isinstance(prompt, str):
+            await self._check_text_length(prompt)
+        token_ids = validation.check_prompt(await self.tokenize(prompt), resolved)
+        options = validation.resolve_params(
+            params or SamplingParams(),
+            resolved,
+            model.defaults,
+            num_prompt_tokens=len(token_ids),
+            is_chat=isinstance(prompt, ChatPrompt),
+            draw_seed=lambda: self._seeds.getrandbits(64) - 2**63,
+        )
+        if options.stop and model.tokenizer is None:
+            raise InvalidFieldError("stop", f"stop={options.stop} needs a tokenizer: none here")
+        return EngineRequest(
+            request_id=engine_id,
+            prompt_token_ids=token_ids,
+            params=options,
+            eos_token_ids=frozenset() if options.ignore_eos else model.eos_token_ids,
+        )
+
+    async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """The token ids that `generate` would use for this prompt."""
+        if not isinstance(prompt, str | ChatPrompt):
+            return list(prompt)
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise InvalidFieldError("prompt", "the model has no tokenizer: give token ids")
+        if isinstance(prompt, ChatPrompt):
+            return await asyncio.to_thread(
+                render_chat,
+                tokenizer,
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                template_args=prompt.template_args,
+            )
+        if len(prompt) <= _THREAD_TEXT_LENGTH:
+            return tokenizer.encode(prompt, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens)
+
+    def model_info(self, weights_version: str) -> ModelInfo:
+        resolved, tokenizer = self._resolved, self._model.tokenizer
+        defaults = self._model.defaults
+        return ModelInfo(
+            model=resolved.model,
+            weights_version=weights_version,
+            vocab_size=resolved.vocab_size,
+            eos_token_ids=sorted(self._model.eos_token_ids),
+            bos_token_id=tokenizer.bos_token_id if tokenizer else None,
+            has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+            dtype=resolved.dtype,
+            kv_dtype=resolved.kv_dtype,
+            block_size=resolved.block_size,
+            num_blocks=resolved.num_blocks,
+            max_model_len=resolved.max_model_len,
+            max_num_seqs=resolved.max_num_seqs,
+            max_queued_requests=self._model.config.max_queued_requests,
+            default_temperature=defaults.temperature,
+            default_top_k=defaults.top_k,
+            default_top_p=defaults.top_p,
+            default_min_p=defaults.min_p,
+        )
+
+    async def _check_text_length(self, text: str) -> None:
+        """Refuses a text that is too long whatever its tokens are, without tokenising it."""
+        tokenizer, max_model_len = self._model.tokenizer, self._resolved.max_model_len
+        if tokenizer is None or len(text) <= 16 * max_model_len:
+            return
+        longest = await asyncio.to_thread(tokenizer.max_token_bytes)
+        validation.check_prompt_len(len(text) // longest, self._resolved, at_least=True)

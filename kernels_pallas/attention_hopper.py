@@ -1,0 +1,100 @@
+"""Paged attention on Hopper GPUs: the decode kernel for decode rows, the prefill kernel for others.
+
+New K and V are written first, by XLA's scatter, in place; then both kernels read the pool alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from kernels_pallas.decode_hopper import paged_decode
+from kernels_pallas.decode_plan import make_decode_plan
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.pool import KVPool
+from kernels_pallas.prefill_hopper import paged_prefill
+from kernels_pallas.prefill_plan import make_prefill_plan
+from kernels_pallas.tuning import HopperTuning, hopper_tuning
+from kernels_pallas.write_kv import write_kv
+
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_GROUP = 16
+_H200_MULTIPROCESSORS = 132
+
+
+def unsupported(q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool) -> list[str]:
+    """Every reason why these kernels cannot take these arrays."""
+    reasons = []
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"q.dtype={q.dtype.name} is not bfloat16 or float16")
+    if q.dtype != pool.dtype:
+        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
+    if pool.head_dim not in HEAD_DIMS:
+        reasons.append(f"{pool.head_dim=} is not one of {HEAD_DIMS}")
+    if pool.block_size not in BLOCK_SIZES:
+        reasons.append(f"{pool.block_size=} is not one of {BLOCK_SIZES}")
+    group = q.shape[1] // pool.num_kv_heads
+    if group > MAX_GROUP:
+        reasons.append(f"{group} query heads a KV head are more than {MAX_GROUP}")
+    return reasons
+
+
+def is_hopper() -> bool:
+    """Whether the default device is a GPU of compute capability 9.0."""
+    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+
+
+def tuning_for(
+    q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool, metadata: AttentionMetadata
+) -> HopperTuning:
+    """What suits these shapes, on the default device or, without one, on an H200."""
+    multiprocessors = getattr(jax.devices()[0], "core_count", None) if is_hopper() else None
+    return hopper_tuning(
+        num_units=metadata.num_rows * pool.num_kv_heads,
+        head_dim=q.shape[2],
+        num_programs=multiprocessors or _H200_MULTIPROCESSORS,
+    )
+
+
+def paged_attention(
+    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    k_new: Float[Array, "num_tokens num_kv_heads head_dim"],
+    v_new: Float[Array, "num_tokens num_kv_heads head_dim"],
+    pool: KVPool,
+    layer: int | Int32[Array, ""],
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    sinks: Float32[Array, " num_q_heads"] | None,
+    tuning: HopperTuning,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+    """See `ops.paged_attention`."""
+    pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
+    first_row = pool.first_row(layer)
+    num_tokens, num_rows = q.shape[0], metadata.num_rows
+    is_decode_step = num_tokens == num_rows
+    num_decode_rows = jnp.int32(num_rows) if is_decode_step else metadata.num_decode_rows
+    shared = pool, first_row, metadata.block_tables, metadata.kv_lens
+    decode_plan = make_decode_plan(
+        metadata,
+        num_decode_rows,
+        num_kv_heads=pool.num_kv_heads,
+        kv_tile=tuning.decode.kv_tile,
+        num_workers=tuning.decode.num_workers,
+        window=options.window,
+    )
+    decoded = paged_decode(
+        q[:num_rows], *shared, decode_plan, options, sinks, tuning.decode, interpret=interpret
+    )
+    if is_decode_step:
+        return decoded, pool
+    prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
+    out = paged_prefill(
+        q, *shared, prefill_plan, options, sinks, tuning.prefill, interpret=interpret
+    )
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None]
+    out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
+    decoded = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
+    return jnp.where(token < num_decode_rows, decoded, out), pool

@@ -1,0 +1,472 @@
+"""Paged decode attention for Hopper GPUs (compute capability 9.0), Pallas Mosaic GPU.
+
+A persistent kernel: every multiprocessor runs one program with a few workers (see `decode_plan`).
+A worker is a pair of warpgroups: the loader walks the worker's stretch of KV tiles and keeps a ring
+of them in flight, one TMA box a block and head, found through the block table; the attender walks
+the same stretch with an online softmax. The query heads of one KV head are rows of one MMA tile
+(padded to 64; what the other rows hold does not matter). The ring runs on across segments, so that
+the loads of the next (row, head) are under way while this one ends.
+
+Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
+writes its normalised result, as the sum of two values of the input's type (exact to twice its
+precision), with its maximum and sum, and `combine_hopper` merges them in float32.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from kernels_pallas.decode_plan import DecodePlan
+from kernels_pallas.hopper_parts import (
+    LOG2E,
+    MMA_ROWS,
+    NEVER,
+    SMALL,
+    capped_scores,
+    clear_invisible,
+    interpreted_options,
+    kv_boxes,
+    mma_accumulator,
+    swizzled_smem,
+)
+from kernels_pallas.metadata import AttentionOptions
+from kernels_pallas.pool import KVPool
+from kernels_pallas.tuning import HopperDecodeTuning
+
+WARPGROUP = 128  # threads
+COMBINED_AT_ONCE = 8  # partial results
+
+
+@dataclass(frozen=True)
+class _Shape:
+    num_kv_heads: int
+    group: int  # query heads a KV head
+    padded_group: int  # rows of a query box and of a partial result
+    out_group: int  # rows that a unit writes: `combine` wants whole warpgroups of elements
+    has_sinks: bool
+    head_dim: int
+    block_size: int
+    dtype: jnp.dtype
+
+
+def paged_decode(
+    q: Float[Array, "num_rows num_q_heads head_dim"],
+    pool: KVPool,
+    first_row: Int32[Array, ""],
+    block_tables: Int32[Array, "num_rows max_blocks_per_row"],
+    kv_lens: Int32[Array, " num_rows"],
+    plan: DecodePlan,
+    options: AttentionOptions,
+    sinks: Float32[Array, " num_q_heads"] | None,
+    tuning: HopperDecodeTuning,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "num_rows num_q_heads head_dim"]:
+    """Attends one query a row to the row's keys, which are in the pool already.
+
+    Args:
+      first_row: the layer's first row in the pool (`pool.first_row(layer)`).
+      plan: made with this tuning's `kv_tile` and `num_workers`.
+      interpret: run on the CPU; the probabilities then go through shared memory.
+    """
+    shape = _shape_of(q, pool, sinks)
+    num_places = 2 * tuning.num_workers
+    kernel = plgpu.kernel(
+        functools.partial(
+            _entry, shape=shape, options=options, tuning=tuning, interpreted=interpret is not None
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct(
+                (q.shape[0], shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
+            ),
+            jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
+            jax.ShapeDtypeStruct((num_places, 2, MMA_ROWS), jnp.float32),
+        ),
+        grid=(tuning.num_programs,),
+        grid_names=("program",),
+        num_threads=2 * tuning.workers,
+        thread_name="warpgroup",
+        # No reduction here crosses warps: little scratch memory will do.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        **interpreted_options(interpret),
+    )
+    out, partials, stats = kernel(
+        _pad_group(q, shape),
+        pool.data,
+        block_tables,
+        kv_lens,
+        jnp.asarray(first_row, jnp.int32).reshape(1),
+        plan.cu_tiles,
+        plan.first_tiles,
+        plan.workers,
+        _sink_rows(sinks, shape),
+    )
+    out = _combine(out, partials, stats, plan, shape, sinks, interpret)
+    if shape.out_group == shape.group:
+        return out
+    out = out.reshape(q.shape[0], shape.num_kv_heads, shape.out_group, shape.head_dim)
+    return out[:, :, : shape.group].reshape(q.shape)
+
+
+def _shape_of(q: Array, pool: KVPool, sinks: Array | None) -> _Shape:
+    group = q.shape[1] // pool.num_kv_heads
+    return _Shape(
+        num_kv_heads=pool.num_kv_heads,
+        group=group,
+        padded_group=-(-group // 8) * 8,
+        out_group=next(n for n in range(group, group + 3) if n * q.shape[2] % WARPGROUP == 0),
+        has_sinks=sinks is not None,
+        head_dim=q.shape[2],
+        block_size=pool.block_size,
+        dtype=q.dtype,
+    )
+
+
+def _pad_group(q: Array, shape: _Shape) -> Array:
+    """[num_rows, kv heads * padded_group, head_dim]: a box is whole tiles of 8 rows."""
+    if shape.group == shape.padded_group:
+        return q
+    q = q.reshape(q.shape[0], shape.num_kv_heads, shape.group, shape.head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
+    return q.reshape(q.shape[0], -1, shape.head_dim)
+
+
+def _sink_rows(sinks: Array | None, shape: _Shape) -> Array:
+    """Sinks as rows of the MMA tile, in base 2; without any, scores that no softmax notices."""
+    rows = jnp.full((shape.num_kv_heads, MMA_ROWS), NEVER, jnp.float32)
+    if sinks is None:
+        return rows
+    return rows.at[:, : shape.group].set(sinks.reshape(shape.num_kv_heads, -1) * LOG2E)
+
+
+def _entry(
+    *refs, shape: _Shape, options: AttentionOptions, tuning: HopperDecodeTuning, interpreted: bool
+):
+    """Allocates shared memory and barriers, then splits into loaders and attenders."""
+    stages = tuning.workers * tuning.stages
+    kv_shape = (stages, tuning.kv_tile, shape.head_dim)
+    q_shape = (2 * tuning.workers, MMA_ROWS, shape.head_dim)
+    out_shape = (tuning.workers, MMA_ROWS, shape.head_dim)
+    num_boxes = max(1, tuning.kv_tile // shape.block_size)
+    p_shape = (tuning.workers, MMA_ROWS, tuning.kv_tile)
+    pl.run_scoped(
+        functools.partial(
+            _program, *refs, shape=shape, options=options, tuning=tuning, interpreted=interpreted
+        ),
+        swizzled_smem(q_shape, shape.dtype),  # q, of this segment and the next
+        swizzled_smem(kv_shape, shape.dtype),  # k
+        swizzled_smem(kv_shape, shape.dtype),  # v
+        plgpu.SMEM(out_shape, shape.dtype),  # out
+        plgpu.SMEM((tuning.workers, MMA_ROWS), jnp.float32),  # m, then l
+        swizzled_smem(p_shape, shape.dtype) if interpreted else None,
+        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q is there
+        plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
+        plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there
+        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q was read
+        plgpu.Barrier(num_barriers=stages),  # k was read
+        plgpu.Barrier(num_barriers=stages),  # v was read
+        collective_axes="warpgroup",
+    )
+
+
+def _program(
+    q_ref,  # [num_rows, kv heads * padded_group, head_dim] GMEM
+    pool_ref,  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
+    tables_ref,  # i32[num_rows, max_blocks_per_row] GMEM
+    kv_lens_ref,  # i32[num_rows] GMEM
+    first_row_ref,  # i32[1] GMEM
+    cu_tiles_ref,  # i32[num_rows + 1] GMEM
+    first_tiles_ref,  # i32[num_rows] GMEM
+    workers_ref,  # i32[num_workers, 4] GMEM
+    sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
+    out_ref,  # [num_rows, kv heads * out_group, head_dim] GMEM
+    partials_ref,  # [places, 2, padded_group, head_dim] GMEM
+    stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
+    q_sm,  # [2 * workers, MMA_ROWS, head_dim] SMEM
+    k_sm,  # [workers * stages, kv_tile, head_dim] SMEM
+    v_sm,  # [workers * stages, kv_tile, head_dim] SMEM
+    out_sm,  # [workers, MMA_ROWS, head_dim] SMEM
+    stats_sm,  # f32[workers, MMA_ROWS] SMEM
+    p_sm,  # [workers, MMA_ROWS, kv_tile] SMEM, or None
+    q_there,
+    k_there,
+    v_there,
+    q_read,
+    k_read,
+    v_read,
+    *,
+    shape: _Shape,
+    options: AttentionOptions,
+    tuning: HopperDecodeTuning,
+    interpreted: bool,
+):
+    warpgroup = lax.axis_index("warpgroup")
+    pair = lax.div(warpgroup, jnp.int32(2))
+    worker = lax.axis_index("program") * tuning.workers + pair
+    begin, end, num_segments = (workers_ref[worker, i] for i in (0, 1, 3))
+    kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
+
+    def walk(visit):
+        """Calls visit(segment, row, head, tile in row, tiles, is whole unit, tiles before)."""
+
+        def segment(number, carry):
+            position, row = carry
+            row_begin, row_end = cu_tiles_ref[row], cu_tiles_ref[row + 1]
+            tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
+            head = lax.div(position - row_begin, tiles)
+            tile = position - row_begin - head * tiles
+            count = jnp.minimum(tiles - tile, end - position)
+            visit(number, row, head, tile, count, count == tiles, position - begin)
+            position += count
+            return position, jnp.where(position == row_end, row + 1, row)
+
+        lax.fori_loop(0, num_segments, segment, (begin, workers_ref[worker, 2]))
+
+    @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def visit(number, row, head, tile, count, is_whole, done):
+            del is_whole
+            first_tile = first_tiles_ref[row] + tile
+            q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
+            pl.when(number >= 2)(lambda: plgpu.barrier_wait(q_read.at[q_slot]))
+            plgpu.copy_gmem_to_smem(
+                q_ref.at[row, pl.ds(head * shape.padded_group, shape.padded_group)],
+                q_sm.at[q_slot, pl.ds(0, shape.padded_group)],
+                q_there.at[q_slot],
+            )
+
+            @pl.loop(0, count)
+            def _(i):
+                step = done + i
+                slot = pair * stages + lax.rem(step, jnp.int32(stages))
+                boxes = kv_boxes(
+                    tables_ref, row, first_tile + i, first_row_ref[0], shape.block_size, kv_tile
+                )
+                for kv, sm, there, read in ((0, k_sm, k_there, k_read), (1, v_sm, v_there, v_read)):
+                    pl.when(step >= stages)(lambda read=read: plgpu.barrier_wait(read.at[slot]))
+                    for j, (pool_row, offset, size) in enumerate(boxes):
+                        plgpu.copy_gmem_to_smem(
+                            pool_ref.at[pool_row, kv, head, pl.ds(offset, size)],
+                            sm.at[slot, pl.ds(j * size, size)],
+                            there.at[slot],
+                        )
+
+        walk(visit)
+
+    @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 0)
+    def _attend():
+        plgpu.set_max_registers(216 if tuning.workers == 2 else 232, action="increase")
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+
+        def visit(number, row, head, tile, count, is_whole, done):
+            kv_len = kv_lens_ref[row]
+            first_tile = first_tiles_ref[row] + tile
+            q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
+            plgpu.barrier_wait(q_there.at[q_slot])
+
+            def take_in(i, carry, *, masked: bool):
+                acc, m, l = carry  # noqa: E741
+                step = done + i
+                slot = pair * stages + lax.rem(step, jnp.int32(stages))
+                # Its arrival is waited for, if there is a load that needs the slot.
+                is_needed = step + stages < end - begin
+                low, high = _visible(kv_len, (first_tile + i) * kv_tile, options)
+                plgpu.barrier_wait(k_there.at[slot])
+
+                def qk(acc_ref):
+                    plgpu.wgmma(acc_ref, q_sm.at[q_slot], k_sm.at[slot].transpose((1, 0)))
+                    return acc_ref[...]
+
+                scores = pl.run_scoped(qk, mma_accumulator(MMA_ROWS, kv_tile))
+                pl.when(is_needed)(lambda: plgpu.barrier_arrive(k_read.at[slot]))
+                scores, factor = capped_scores(scores, options)
+                if masked:
+                    key = plgpu.broadcasted_iota(
+                        jnp.int32, (MMA_ROWS, kv_tile), 1, layout=plgpu.Layout.WGMMA
+                    )
+                    scores = jnp.where((key >= low) & (key < high), scores, -jnp.inf)
+                m_new = jnp.maximum(m, scores.max(axis=1) * factor)
+                decay = jnp.exp2(m - m_new)
+                p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
+                l = l * decay + p.sum(axis=1)  # noqa: E741
+                p = p.astype(shape.dtype)
+                plgpu.barrier_wait(v_there.at[slot])
+                if masked:
+                    clear_invisible(v_sm.at[slot], low, high)
+                if interpreted:
+                    p_sm[pair] = p
+                    plgpu.commit_smem()
+
+                def pv(acc_ref):
+                    plgpu.wgmma(acc_ref, p_sm.at[pair] if interpreted else p, v_sm.at[slot])
+                    return acc_ref[...]
+
+                added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
+                pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
+                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
+                return acc, m_new, l
+
+            carry = (
+                plgpu.layout_cast(
+                    jnp.zeros((MMA_ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA
+                ),
+                plgpu.layout_cast(jnp.full((MMA_ROWS,), NEVER, jnp.float32), by_row),
+                plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
+            )
+            # The row's last tile is masked; with a window, any may be.
+            last = lax.div(kv_len + (kv_tile - 1), jnp.int32(kv_tile)) - 1
+            unmasked = jnp.clip(last - first_tile, 0, count) if options.window is None else 0
+            carry = lax.fori_loop(0, unmasked, functools.partial(take_in, masked=False), carry)
+            carry = lax.fori_loop(unmasked, count, functools.partial(take_in, masked=True), carry)
+            acc, m, l = carry  # noqa: E741
+            pl.when(number + 2 < num_segments)(lambda: plgpu.barrier_arrive(q_read.at[q_slot]))
+            # The stores of the segment before have left shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(is_whole)
+            def _write():
+                factor = 1.0 / jnp.maximum(l, SMALL)
+                if shape.has_sinks:
+                    sink = plgpu.load(sinks_ref.at[head], layout=by_row, optimized=False)
+                    m_new = jnp.maximum(m, sink)
+                    decay = jnp.exp2(m - m_new)
+                    factor = decay / (l * decay + jnp.exp2(sink - m_new))
+                result = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+                out_sm[pair] = result.astype(shape.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    out_sm.at[pair, pl.ds(0, group)], out_ref.at[row, pl.ds(head * group, group)]
+                )
+
+            @pl.when(jnp.logical_not(is_whole))
+            def _write_partial():
+                place = 2 * worker + jnp.where(done == 0, 0, 1)
+                rest = acc * lax.broadcast_in_dim(1.0 / jnp.maximum(l, SMALL), acc.shape, [0])
+                for half, stat in enumerate((m, l)):
+                    if half:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    stats_sm[pair] = stat
+                    rounded = rest.astype(shape.dtype)
+                    out_sm[pair] = rounded
+                    rest = rest - rounded.astype(jnp.float32)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        out_sm.at[pair, pl.ds(0, shape.padded_group)], partials_ref.at[place, half]
+                    )
+                    plgpu.copy_smem_to_gmem(stats_sm.at[pair], stats_ref.at[place, half])
+
+        walk(visit)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _visible(kv_len, tile_begin, options: AttentionOptions):
+    """Which keys of a tile the row's query sees: those from low on, below high."""
+    low = 0 if options.window is None else kv_len - options.window - tile_begin
+    return low, kv_len - tile_begin
+
+
+def _combine(
+    out: Array,
+    partials: Array,
+    stats: Array,
+    plan: DecodePlan,
+    shape: _Shape,
+    sinks: Array | None,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> Array:
+    """Merges the partial results of units that several workers shared; in place."""
+    num_rows = out.shape[0]
+    size = shape.out_group * shape.head_dim
+    flat_out = jax.new_ref(out.reshape(num_rows, -1))
+    flat_partials = partials.reshape(*partials.shape[:2], -1)
+    kernel = plgpu.kernel(
+        functools.partial(_combine_unit, shape=shape, size=size),
+        out_type=(),
+        grid=(num_rows, shape.num_kv_heads),
+        grid_names=("row", "head"),
+        **interpreted_options(interpret),
+    )
+    kernel(plan.cu_tiles, plan.workers, flat_partials, stats, _sink_rows(sinks, shape), flat_out)
+    return jax.freeze(flat_out).reshape(out.shape)
+
+
+def _combine_unit(
+    cu_tiles_ref,  # i32[num_rows + 1] GMEM
+    workers_ref,  # i32[num_workers, 4] GMEM
+    partials_ref,  # [places, 2, padded_group * head_dim] GMEM
+    stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
+    sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
+    out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
+    *,
+    shape: _Shape,
+    size: int,
+):
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    row_begin = cu_tiles_ref[row]
+    tiles = lax.div(cu_tiles_ref[row + 1] - row_begin, jnp.int32(shape.num_kv_heads))
+    begin = row_begin + head * tiles
+    share = jnp.maximum(workers_ref[0, 1] - workers_ref[0, 0], 1)
+    first = lax.div(begin, share)
+    last = lax.div(begin + tiles - 1, share)
+
+    @pl.when((tiles > 0) & (first < last))
+    def _():
+        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
+        element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+        query = lax.div(element, jnp.int32(shape.head_dim))
+        group = shape.out_group
+
+        def spread(values):
+            """One scalar a query head -> one value an element."""
+            result = plgpu.layout_cast(jnp.full((size,), values[0], jnp.float32), layout)
+            for g in range(1, group):
+                result = jnp.where(query == g, values[g], result)
+            return result
+
+        def places(chunk):
+            """(place, is one of the unit's) for some workers at once: their loads overlap."""
+            workers = [first + chunk * COMBINED_AT_ONCE + i for i in range(COMBINED_AT_ONCE)]
+            # A worker's first segment is in place 0, any later one in place 1.
+            return [
+                (2 * jnp.minimum(w, last) + jnp.where(w * share >= begin, 0, 1), w <= last)
+                for w in workers
+            ]
+
+        def merge(chunk, carry):
+            acc, ms, sums = carry
+            found = places(chunk)
+            highs = ms
+            for place, is_real in found:
+                here = [jnp.where(is_real, stats_ref[place, 0, g], NEVER) for g in range(group)]
+                highs = tuple(jnp.maximum(m, other) for m, other in zip(highs, here, strict=True))
+            decays = [jnp.exp2(m - high) for m, high in zip(ms, highs, strict=True)]
+            acc = acc * spread(decays)
+            sums = tuple(total * decay for total, decay in zip(sums, decays, strict=True))
+            for place, is_real in found:
+                weights = [
+                    jnp.where(is_real, stats_ref[place, 1, g], 0.0)
+                    * jnp.exp2(stats_ref[place, 0, g] - highs[g])
+                    for g in range(group)
+                ]
+                for half in range(2):
+                    part = plgpu.load(partials_ref.at[place, half, pl.ds(0, size)], layout=layout)
+                    acc = acc + spread(weights) * part.astype(jnp.float32)
+                sums = tuple(total + w for total, w in zip(sums, weights, strict=True))
+            return acc, highs, sums
+
+        num_chunks = lax.div(last - first, jnp.int32(COMBINED_AT_ONCE)) + 1
+        zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
+        sinks = tuple(sinks_ref[head, g] for g in range(group))
+        # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.
+        start = (zeros, sinks, (jnp.float32(1),) * group)
+        acc, _, sums = lax.fori_loop(0, num_chunks, merge, start)
+        result = acc * spread([1.0 / total for total in sums])
+        out_ref[row, pl.ds(head * size, size)] = result.astype(shape.dtype)

@@ -1,0 +1,121 @@
+"""The processes that bench_serve.py starts: a server, or an engine without one; a tiny model."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_load import Seen, Workload, run_closed, watch
+
+from jaxpaged.sampling_params import SamplingParams
+
+TINY_VOCAB_SIZE = 512
+_TINY_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": TINY_VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+_LINE = re.compile(r"jaxpaged serving \S+ on (\S+) \(admin on (\S+)\)\n")
+_ENGINE = {"load_format": "random", "max_num_tokens": 256}
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    address: str
+    admin_address: str
+    process_id: int
+
+
+@contextmanager
+def tiny_model() -> Generator[str]:
+    """A folder with the config of a tiny model and a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_TINY_CONFIG))
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        yield folder
+
+
+@contextmanager
+def running_server(*, max_num_seqs: int, **options: Any) -> Generator[RunningServer]:
+    """`jaxpaged serve` with the tiny model on free ports; stopped by SIGTERM."""
+    flags = {"port": 0, "admin_port": 0, "stop_grace_s": 1, "stall_timeout_s": 10}
+    flags |= _ENGINE | {"max_num_seqs": max_num_seqs} | options
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    main = "import sys; from jaxpaged.cli import main; sys.exit(main())"
+    with tiny_model() as folder, tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", main, "serve", folder, *arguments],
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            match = _LINE.fullmatch(process.stdout.readline())
+            if match is None:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start:\n{log.read()[-2000:]}")
+            yield RunningServer(match[1], match[2], process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60)
+
+
+def in_process_figures(work: Workload, num_requests: int, concurrency: int) -> dict[str, float]:
+    """What the same requests cost through `AsyncLLM`, in a process of its own."""
+    arguments = {"work": asdict(work), "num_requests": num_requests, "concurrency": concurrency}
+    with tiny_model() as folder:
+        output = subprocess.run(
+            [sys.executable, __file__, json.dumps(arguments | {"model": folder})],
+            env=_environment(),
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
+
+
+async def _run_in_process(model: str, work: dict, num_requests: int, concurrency: int) -> None:
+    from jaxpaged.async_llm import AsyncLLM
+
+    llm = AsyncLLM(model, max_num_seqs=concurrency, **_ENGINE)
+
+    async def send(request_id: str, prompt: list[int], max_tokens: int) -> Seen:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        return await watch(llm.stream_events(prompt, params, request_id=request_id))
+
+    await run_closed(send, Workload(**work), 8, 8)
+    run = await run_closed(send, Workload(**work), num_requests, concurrency)
+    llm.close()
+    print(json.dumps(run.figures()))
+
+
+if __name__ == "__main__":
+    asyncio.run(_run_in_process(**json.loads(sys.argv[1])))

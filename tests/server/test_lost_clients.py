@@ -1,0 +1,96 @@
+"""Clients in processes of their own, killed or frozen: their requests do not outlive them."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from helpers.running_service import Service, ask, run_service, until
+from helpers.served_engines import make_llm, solo_tokens
+
+from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.v1 import inference_pb2 as pb
+
+_CLIENT = """
+import sys
+from jaxpaged.client import Client
+from jaxpaged.outputs import Delta
+from jaxpaged.sampling_params import SamplingParams
+client = Client(sys.argv[1])
+params = SamplingParams(max_tokens=600, temperature=0, n=int(sys.argv[2]))
+for event in client.stream_events([1, 2, 3], params):
+    if isinstance(event, Delta):
+        print("running", flush=True)
+"""
+_NODE_CLIENT = Path(__file__).parents[1] / "helpers" / "smoke_client.mjs"
+
+
+@pytest.fixture(scope="module")
+def slow_llm() -> Generator[AsyncLLM]:
+    """Takes 18 s for the clients' 600 tokens: none of them ends by itself."""
+    llm = make_llm("process", 0.03)
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "n"), [(signal.SIGKILL, 1), (signal.SIGKILL, 4), (signal.SIGSTOP, 1)]
+)
+def test_a_lost_client_frees_its_blocks(
+    slow_llm: AsyncLLM, how: signal.Signals, n: int, caplog: pytest.LogCaptureFixture
+):
+    """SIGSTOP: the connection lives on in the kernel; only a ping finds out."""
+
+    async def body(service: Service) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _CLIENT, service.address, f"{n}"),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            assert await asyncio.wait_for(process.stdout.readline(), 20) == b"running\n"
+            process.send_signal(how)
+            await until(lambda: len(service.llm.live) == 0)
+            stats = await service.idle_stats()
+            assert stats.used_blocks == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    with caplog.at_level(logging.INFO, logger="jaxpaged"):
+        run_service(slow_llm, body, keepalive_time_s=0.3, keepalive_timeout_s=0.3)
+    assert "ended=CANCELLED" in caplog.text, "it ended by itself"
+
+
+def test_a_node_client_streams_with_nothing_but_http2(llm: AsyncLLM):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+
+    async def body(service: Service) -> None:
+        request = pb.StreamRequest(request=ask([4, 5], 12, request_id="from node"))
+        process = await asyncio.create_subprocess_exec(
+            node,
+            str(_NODE_CLIENT),
+            service.address,
+            request.SerializeToString().hex(),
+            stdout=subprocess.PIPE,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 30)
+        *frames, status = output.decode().split()
+        messages = [pb.StreamResponse.FromString(bytes.fromhex(frame)) for frame in frames]
+        assert status == "status=0" and process.returncode == 0
+        assert messages[0].accepted.request_id == "from node"
+        tokens = [token_id for m in messages for token_id in m.delta.token_ids]
+        assert tokens == solo_tokens([4, 5], 12) and messages[-1].HasField("finished")
+
+    run_service(llm, body)

@@ -1,0 +1,127 @@
+"""More load than the engine can take: refused at once, and those that were let in do not notice."""
+
+import asyncio
+import time
+from collections.abc import Generator
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from helpers.running_service import Service, ask, run_service
+from helpers.served_engines import make_llm, solo_tokens
+
+from jaxpaged.async_llm import AsyncLLM
+
+CODE = grpc.StatusCode
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_ten_times_the_load_is_refused_at_once(where: str):
+    llm = make_llm(where, 0.002, max_queued_requests=4)
+
+    async def body(service: Service) -> None:
+        async def one(number: int) -> str:
+            request = ask([number % 100, number // 100], 20, request_id=f"{number}")
+            try:
+                answer = await service.stub.Generate(request)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is CODE.RESOURCE_EXHAUSTED
+                assert "max_queued_requests=4" in (error.details() or "")
+                assert "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+                return "refused"
+            expected = solo_tokens([number % 100, number // 100], 20)
+            assert list(answer.completions[0].token_ids) == expected
+            return "served"
+
+        endings = await asyncio.gather(*map(one, range(120)))
+        # All come before the first ends: 8 rows and 4 places to wait, and what the engine starts
+        # in the meantime.
+        assert 12 <= endings.count("served") < 60
+        assert service.llm.live.num_queued == 0
+        await one(120)
+
+    run_service(llm, body)
+    llm.close()
+
+
+def test_a_full_queue_refuses_before_it_works_on_the_prompt(llm: AsyncLLM):
+    """The limit is set for the test: the fixture's front is shared."""
+
+    async def body(service: Service) -> None:
+        llm.live.num_queued += llm.config.max_queued_requests
+        try:
+            with pytest.raises(grpc.aio.AioRpcError, match="wait already"):
+                await service.stub.Generate(ask([10**9], 5))  # not even its ids are looked at
+        finally:
+            llm.live.num_queued -= llm.config.max_queued_requests
+        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary"):
+            await service.stub.Generate(ask([10**9], 5))
+
+    run_service(llm, body)
+
+
+def soak(llm: AsyncLLM, num_requests: int) -> None:
+    """Mixed requests, some of which go away; everything is as before at the end."""
+    process = psutil.Process()
+
+    def resources() -> tuple[int, int]:
+        return process.num_threads(), process.num_fds()
+
+    async def one(service: Service, number: int) -> None:
+        kind = number % 8
+        request = ask([number % 90, number % 7, 3], 1 + number % 12, seed=number, n=1 + number % 2)
+        call: Any = service.stub.Generate(request)
+        if kind == 0:
+            await asyncio.sleep(0.005)
+            call.cancel()
+        elif kind == 1:
+            request.sampling.top_p = 7
+            call = service.stub.Generate(request)
+        try:
+            answer = await call
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            assert kind in (0, 1)
+            return
+        for index in range(request.sampling.n):
+            expected = solo_tokens([number % 90, number % 7, 3], 1 + number % 12, number + index)
+            assert list(answer.completions[index].token_ids) == expected
+
+    async def body(service: Service) -> None:
+        todo = iter(range(num_requests))
+
+        async def client() -> None:
+            for number in todo:
+                await one(service, number)
+
+        async def clients() -> None:
+            await asyncio.gather(*(client() for _ in range(32)))
+            await service.idle_stats()
+
+        for number in range(200):  # what is only made once is made now
+            await one(service, number)
+        before, memory = resources(), process.memory_info().rss
+        await clients()
+        end = time.monotonic() + 20
+        while resources() != before and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        assert resources() == before
+        assert process.memory_info().rss - memory < 50 * 2**20
+
+    run_service(llm, body, timeout_s=280)
+
+
+@pytest.fixture(scope="module")
+def fast_llm() -> Generator[AsyncLLM]:
+    llm = make_llm("process", 0.0, num_blocks=160)
+    yield llm
+    llm.close()
+
+
+def test_soak_of_5000_requests(fast_llm: AsyncLLM):
+    soak(fast_llm, 5000)
+
+
+@pytest.mark.long
+def test_soak_of_20000_requests(fast_llm: AsyncLLM):
+    soak(fast_llm, 20_000)
