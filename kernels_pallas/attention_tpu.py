@@ -31,6 +31,8 @@ from kernels_pallas.tuning import (
 from kernels_pallas.write_kv_tpu import write_prefill_kv
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
+# Lengths, starts, and the pairs and units that a row can begin.
+_SCALARS_PER_ROW = 12
 # For what the compiler spills and for the write's staging.
 _VMEM_SLACK_BYTES = 4 * 2**20
 
@@ -236,17 +238,29 @@ class _Call:
         return jnp.broadcast_to(sinks[..., None], (*sinks.shape, LANES))
 
 
+def max_blocks_per_row(*, num_rows: int, num_tokens: int) -> int:
+    """The widest block tables that scalar memory holds, beside lengths and what kernels count with.
+
+    Args:
+      num_rows, num_tokens: of the largest step.
+    """
+    return (_scalar_memory_bytes() // 4 - num_tokens) // num_rows - _SCALARS_PER_ROW
+
+
 def _check_scalar_memory(metadata: AttentionMetadata) -> None:
     """Raises ValueError where block tables and lengths do not fit beside each other in SMEM."""
     num_rows, width = metadata.block_tables.shape
-    # Tables, three lengths a row, and what the kernels count with: pairs and units a token.
-    needed = 4 * (num_rows * (width + 12) + metadata.num_tokens)
-    limit = TPU_GENERATIONS.get(_device_kind(), TPU_GENERATIONS["TPU v5 lite"]).smem_bytes
-    if needed > limit:
+    if width > max_blocks_per_row(num_rows=num_rows, num_tokens=metadata.num_tokens):
+        needed = 4 * (num_rows * (width + _SCALARS_PER_ROW) + metadata.num_tokens)
         raise ValueError(
             f"block tables of {num_rows} rows x {width} blocks need {needed} bytes of scalar "
-            f"memory, limit {limit}: lower max_num_seqs or max_model_len, or raise block_size"
+            f"memory, limit {_scalar_memory_bytes()}: lower max_num_seqs or max_model_len, or "
+            "raise block_size"
         )
+
+
+def _scalar_memory_bytes() -> int:
+    return TPU_GENERATIONS.get(_device_kind(), TPU_GENERATIONS["TPU v5 lite"]).smem_bytes
 
 
 def _write_unit(pool: KVPool) -> int:

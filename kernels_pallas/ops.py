@@ -108,6 +108,17 @@ def pool_layout(impl: str | None) -> PoolLayout:
     return "tpu" if _implementation(impl) in ("tpu", "tpu_interpret") else "plain"
 
 
+def max_blocks_per_row(impl: str | None, *, num_rows: int, num_tokens: int) -> int | None:
+    """The widest block tables that an implementation takes; None = any.
+
+    Args:
+      num_rows, num_tokens: of the largest step.
+    """
+    if _implementation(impl) not in ("tpu", "tpu_interpret"):
+        return None
+    return attention_tpu.max_blocks_per_row(num_rows=num_rows, num_tokens=num_tokens)
+
+
 def _implementation(impl: str | None) -> str:
     name = impl or PLATFORM_IMPLEMENTATIONS.get(_platform(), "xla")
     if name not in IMPLEMENTATIONS:

@@ -13,7 +13,7 @@ from jaxpaged.models.config import DTYPES, ModelConfig
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import Weights, load_weights
-from kernels_pallas.ops import pool_layout
+from kernels_pallas.ops import max_blocks_per_row, pool_layout
 from kernels_pallas.pool import pool_bytes_per_block
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
     max_num_seqs = config.max_num_seqs or (8 if on_cpu else 256)
     max_num_tokens = config.max_num_tokens or max(512 if on_cpu else 8192, max_num_seqs)
     wanted_len = config.max_model_len or model.max_model_len
+    wanted_len = _len_of_tables(config, wanted_len, max_num_seqs, max_num_tokens)
     num_blocks = config.num_blocks or _num_blocks_that_fit(config, weights, max_num_tokens)
     # More could never be in use at once, and an idle cache of that size is size enough.
     if config.num_blocks is None:
@@ -92,6 +93,33 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
         scheduling=config.scheduling,
         overlap=config.overlap,
     )
+
+
+def _len_of_tables(
+    config: EngineConfig, wanted_len: int, max_num_seqs: int, max_num_tokens: int
+) -> int:
+    """The context length as wanted if block tables may be that wide; lowered if nobody asked."""
+    width = max_blocks_per_row(
+        config.attention_impl, num_rows=max_num_seqs, num_tokens=max_num_tokens
+    )
+    if width is None or wanted_len <= width * config.block_size:
+        return wanted_len
+    longest = max(width, 0) * config.block_size
+    if config.max_model_len is not None or longest == 0:
+        raise InvalidFieldError(
+            "max_model_len",
+            f"max_model_len={wanted_len} and max_num_seqs={max_num_seqs} need block tables that "
+            f"the attention kernels cannot hold: lower max_model_len to {longest}, or lower "
+            f"max_num_seqs, or raise block_size={config.block_size}",
+        )
+    logger.warning(
+        "max_model_len lowered from %d to %d: block tables of %d sequences cannot be wider; "
+        "fewer sequences or a larger block_size raise it",
+        wanted_len,
+        longest,
+        max_num_seqs,
+    )
+    return longest
 
 
 def _check_index_range(num_blocks: int, block_size: int, num_layers: int) -> None:
