@@ -172,7 +172,8 @@ def make_inputs(
         slot_mapping=jnp.asarray(np.concatenate(slots), jnp.int32),
         num_decode_rows=jnp.int32(len(counts) if case.is_decode else 0),
     )
-    return q, kv_new, KVPool(jax.random.normal(keys[0], shape, dtype), num_layers), metadata
+    data = jax.random.normal(keys[0], shape, dtype)
+    return q, kv_new, KVPool(data, num_layers, case.head_dim), metadata
 
 
 def relative_error(
