@@ -17,7 +17,7 @@ from kernels_pallas.prefill_plan import make_prefill_plan
 from kernels_pallas.tuning import HopperTuning, hopper_tuning
 from kernels_pallas.write_kv import write_kv
 
-HEAD_DIMS = (64, 128, 256)
+LANES = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
 _H200_MULTIPROCESSORS = 132
@@ -30,8 +30,8 @@ def unsupported(q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool
         reasons.append(f"q.dtype={q.dtype.name} is not bfloat16 or float16")
     if q.dtype != pool.dtype:
         reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
-    if pool.head_dim not in HEAD_DIMS:
-        reasons.append(f"{pool.head_dim=} is not one of {HEAD_DIMS}")
+    if pool.is_joined or pool.lanes not in LANES:
+        reasons.append(f"{pool.lanes=} of the pool is not one of {LANES}: it has another layout")
     if pool.block_size not in BLOCK_SIZES:
         reasons.append(f"{pool.block_size=} is not one of {BLOCK_SIZES}")
     group = q.shape[1] // pool.num_kv_heads
@@ -52,7 +52,7 @@ def tuning_for(
     multiprocessors = getattr(jax.devices()[0], "core_count", None) if is_hopper() else None
     return hopper_tuning(
         num_units=metadata.num_rows * pool.num_kv_heads,
-        head_dim=q.shape[2],
+        head_dim=pool.lanes,
         num_programs=multiprocessors or _H200_MULTIPROCESSORS,
     )
 
@@ -72,6 +72,8 @@ def paged_attention(
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
     """See `ops.paged_attention`."""
     pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
+    # Zeros beyond head_dim add nothing to a score; those of the values are cut off again.
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
     first_row = pool.first_row(layer)
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     is_decode_step = num_tokens == num_rows
@@ -89,7 +91,7 @@ def paged_attention(
         q[:num_rows], *shared, decode_plan, options, sinks, tuning.decode, interpret=interpret
     )
     if is_decode_step:
-        return decoded, pool
+        return decoded[..., : pool.head_dim], pool
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(
         q, *shared, prefill_plan, options, sinks, tuning.prefill, interpret=interpret
@@ -97,4 +99,5 @@ def paged_attention(
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None]
     out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
     decoded = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
-    return jnp.where(token < num_decode_rows, decoded, out), pool
+    out = jnp.where(token < num_decode_rows, decoded, out)
+    return out[..., : pool.head_dim], pool

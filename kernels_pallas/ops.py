@@ -105,7 +105,9 @@ def copy_blocks(
 
 def pool_layout(impl: str | None) -> PoolLayout:
     """The layout of the pool that an implementation reads and writes."""
-    return "tpu" if _implementation(impl) in ("tpu", "tpu_interpret") else "plain"
+    family = _implementation(impl).removesuffix("_interpret")
+    layouts: dict[str, PoolLayout] = {"tpu": "tpu", "hopper": "hopper"}
+    return layouts.get(family, "plain")
 
 
 def max_blocks_per_row(impl: str | None, *, num_rows: int, num_tokens: int) -> int | None:

@@ -8,13 +8,15 @@ One array, `[num_layers * (num_blocks + 1), planes, num_kv_heads, block_size, la
 Flat over layers, so that a scan over layers can carry it and update it in place. Block 0 of each
 layer is the null block: padding reads and writes there, and what it holds means nothing.
 
-Layouts; they differ in the last axis alone, because a TPU keeps it in whole registers of 128:
+Layouts; they differ in the last axis alone. A TPU keeps it in whole registers of 128, Hopper's
+matrix unit reads it in tiles of 64:
 
-    plain                  planes | K | V |   lanes | head_dim |               (CPU, GPU)
+    plain                  planes | K | V |   lanes | head_dim |               (CPU, other GPUs)
+    hopper                 planes | K | V |   lanes | head_dim | 0 to 64, 128 or 256 |
     tpu, head_dim <= 64    planes | KV |      lanes | K to 64 | V to 64 |      (joined)
     tpu, head_dim > 64     planes | K | V |   lanes | head_dim | 0 to 128s |
 
-So only head_dim 64 and multiples of 128 cost a TPU no padding; `pool_bytes_per_block` counts it.
+So only head_dim 64, 128 and 256 cost no padding anywhere; `pool_bytes_per_block` counts it.
 """
 
 import typing
@@ -27,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, Float, Int32
 
-PoolLayout = Literal["plain", "tpu"]
+PoolLayout = Literal["plain", "hopper", "tpu"]
 
 
 @typing.no_type_check
@@ -106,7 +108,11 @@ class KVPool:
 
     @property
     def is_plain(self) -> bool:
-        return not self.is_joined and self.data.shape[4] == self.head_dim
+        return not self.is_joined and self.lanes == self.head_dim
+
+    @property
+    def lanes(self) -> int:
+        return self.data.shape[4]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -155,6 +161,8 @@ class KVPool:
 def _planes_and_lanes(head_dim: int, layout: PoolLayout) -> tuple[int, int]:
     if layout == "plain":
         return 2, head_dim
+    if layout == "hopper":
+        return 2, next((lanes for lanes in (64, 128, 256) if lanes >= head_dim), head_dim)
     if head_dim <= 64:
         return 1, 128
     return 2, -(-head_dim // 128) * 128

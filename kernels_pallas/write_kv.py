@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kernels_pallas.pool import KVPool
@@ -21,6 +20,6 @@ def write_kv(
     """
     rows = pool.first_row(layer) + slot_mapping // pool.block_size
     offsets = slot_mapping % pool.block_size
-    tokens = jnp.stack([k_new, v_new], axis=1)
+    tokens = pool.pack(k_new, v_new)
     data = pool.data.at[rows, :, :, offsets].set(tokens, mode="promise_in_bounds")
     return replace(pool, data=data)

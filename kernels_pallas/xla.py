@@ -24,7 +24,7 @@ def unsupported(q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool
         reasons.append(f"q.dtype={q.dtype.name} is not float32, bfloat16 or float16")
     if q.dtype != pool.dtype:
         reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
-    if not pool.is_plain:
+    if pool.is_joined:
         reasons.append("the pool has the layout of the TPU kernels")
     return reasons
 
@@ -185,9 +185,10 @@ def _gather_tile(
     width = kv_tile // pool.block_size
     blocks = lax.dynamic_slice_in_dim(tables, tile * width, width, axis=1)[:, None, :]
     heads = jnp.arange(pool.num_kv_heads, dtype=jnp.int32)[None, :, None]
-    shape = (num_rows, pool.num_kv_heads, kv_tile, pool.head_dim)
+    shape = (num_rows, pool.num_kv_heads, kv_tile, pool.lanes)
     k = pool.data.at[blocks, 0, heads].get(mode="promise_in_bounds").reshape(shape)
     v = pool.data.at[blocks, 1, heads].get(mode="promise_in_bounds").reshape(shape)
+    k, v = k[..., : pool.head_dim], v[..., : pool.head_dim]
     return k, jnp.where(seen[:, None, :, None], v, 0)
 
 
