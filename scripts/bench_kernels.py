@@ -103,8 +103,11 @@ def main() -> None:
     else:
         ceilings, impl = {}, "xla"
         cases = [Case("decode 8 x 256", (256,) * 8, (1,) * 8, 4, 2, 64)]
-    rows = [measure(case, impl, repeats) for case in cases]
-    print_table(rows, ceilings)
+    print_header(ceilings)
+    rows = []
+    for case in cases:
+        rows.append(measure(case, impl, repeats))
+        print_row(rows[-1], ceilings)
     if options.json:
         Path(options.json).write_text(json.dumps({"ceilings": ceilings, "cases": rows}, indent=2))
 
@@ -114,21 +117,24 @@ def measure(case: Case, impl: str, repeats: int) -> dict[str, Any]:
     num_layers = 4
     dtype = jnp.bfloat16 if impl == "hopper" else jnp.float32
     q, kv_new, pool, metadata = make_inputs(case, num_layers, dtype)
-    attend = partial(ops.paged_attention, sm_scale=case.head_dim**-0.5, impl=impl)
 
+    # Jitted by itself: all layers of the chain below share one compiled kernel.
     @jax.jit
-    def one_layer(q, kv_new, pool, metadata):
-        return attend(q, kv_new, kv_new, pool, 1, metadata)[0]
+    def attend(q, kv_new, pool, layer, metadata):
+        return ops.paged_attention(
+            q, kv_new, kv_new, pool, layer, metadata, sm_scale=case.head_dim**-0.5, impl=impl
+        )
 
     @partial(jax.jit, donate_argnums=2)
     def all_layers(q, kv_new, pool, metadata):
         out = q
         for layer in range(num_layers):
             # Each call takes the one before as its queries: they cannot overlap.
-            out, pool = attend(out, kv_new, kv_new, pool, layer, metadata)
+            out, pool = attend(out, kv_new, pool, jnp.int32(layer), metadata)
         return out, pool
 
-    error = relative_error(case, one_layer(q, kv_new, pool, metadata), q, pool, metadata, kv_new)
+    first, _ = attend(q, kv_new, pool, jnp.int32(1), metadata)
+    error = relative_error(case, first, q, pool, metadata, kv_new)
 
     def run(count: int) -> float:
         nonlocal pool
@@ -250,20 +256,23 @@ def _slope(run: Callable[[int], float], more: int, repeats: int) -> float:
     return statistics.median((run(4 + more) - run(4)) / more for _ in range(repeats))
 
 
-def print_table(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
+def print_header(ceilings: dict[str, float]) -> None:
     if ceilings:
         print(
             f"ceilings: read {ceilings['read_tb_per_s']:.2f} TB/s, "
             f"matrix product {ceilings['tflop_per_s']:.0f} TFLOP/s"
         )
     print(f"{'case':34} {'us':>9} {'rate':>9} {'unit':8} {'of ceiling':>10} {'error':>8}")
-    for row in rows:
-        key = "read_tb_per_s" if row["unit"] == "TB/s" else "tflop_per_s"
-        share = f"{row['rate'] / ceilings[key]:10.0%}" if ceilings else f"{'-':>10}"
-        print(
-            f"{row['case']:34} {row['us']:9.1f} {row['rate']:9.2f} {row['unit']:8} {share} "
-            f"{row['error']:8.1e}"
-        )
+
+
+def print_row(row: dict[str, Any], ceilings: dict[str, float]) -> None:
+    key = "read_tb_per_s" if row["unit"] == "TB/s" else "tflop_per_s"
+    share = f"{row['rate'] / ceilings[key]:10.0%}" if ceilings else f"{'-':>10}"
+    print(
+        f"{row['case']:34} {row['us']:9.1f} {row['rate']:9.2f} {row['unit']:8} {share} "
+        f"{row['error']:8.1e}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

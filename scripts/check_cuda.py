@@ -1,0 +1,182 @@
+"""Compiles the Hopper kernels and whole steps for an H200 and checks memory and registers.
+
+Run it through scripts/check_cuda, which makes the environment. One line a program:
+
+    variant  compile s  temporary bytes  spilled bytes  registers
+
+and a failure where the pool is copied or not updated in place, where temporaries reach 5 % of it,
+where a kernel spills registers, or where a program does not compile at all. A program that copies
+its pool on purpose comes last and must be noticed.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from cuda_programs import AttentionShape, Program, compile_attention, compile_step, h200_mesh
+from tpu_programs import QWEN3_4B
+
+from jaxpaged.models.config import ModelConfig
+from jaxpaged.runner.buckets import Bucket
+
+MAX_TEMPORARIES = 0.05
+# A few registers go to memory and back outside the inner loops (16 bytes in the decode kernel, 4 in
+# the prefill kernel with JAX 0.11.2): a spill inside them would be hundreds.
+MAX_SPILL_BYTES = 64
+DECODE = {"num_tokens": 64}
+TINY_QWEN3 = ModelConfig.from_hf(
+    {
+        "model_type": "qwen3",
+        "num_hidden_layers": 3,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+)
+
+VARIANTS = {
+    "decode": AttentionShape(**DECODE),
+    "mixed": AttentionShape(),
+    "mixed, head_dim 64, all options": AttentionShape(
+        head_dim=64, num_q_heads=64, window=128, soft_cap=30.0, has_sinks=True
+    ),
+    "mixed, head_dim 256": AttentionShape(head_dim=256, num_q_heads=16),
+    "mixed, head_dim 64": AttentionShape(head_dim=64),
+    "mixed, blocks of 32": AttentionShape(block_size=32),
+    "mixed, blocks of 64": AttentionShape(block_size=64),
+    "mixed, blocks of 128": AttentionShape(block_size=128),
+    "mixed, float16": AttentionShape(dtype=jnp.float16),
+    "mixed, window": AttentionShape(window=1024),
+    "mixed, soft cap": AttentionShape(soft_cap=30.0),
+    "mixed, sinks": AttentionShape(has_sinks=True),
+    "mixed, 1 query head a KV head": AttentionShape(num_q_heads=8),
+    "mixed, 16 query heads, 1 KV head": AttentionShape(num_q_heads=16, num_kv_heads=1),
+    "mixed, 3 query heads a KV head": AttentionShape(num_q_heads=24),
+    "decode, 1 row": AttentionShape(num_tokens=1, num_rows=1, max_len=32768),
+    "prefill, 1 row of 8192": AttentionShape(num_tokens=8192, num_rows=1, max_len=8192),
+}
+SHORT_VARIANTS = tuple(VARIANTS)[:4]
+SHORT_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    seconds: float
+    temporary_bytes: int
+    spill_bytes: tuple[int, ...]
+    registers: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        spills, registers = (
+            "/".join(map(str, values)) for values in (self.spill_bytes, self.registers)
+        )
+        return (
+            f"{self.name:36} {self.seconds:6.1f} {self.temporary_bytes:15,d} {spills:>10}"
+            f" {registers:>12}  {'; '.join(self.problems) or 'ok'}"
+        )
+
+
+def find_problems(program: Program) -> tuple[str, ...]:
+    """What is wrong with a program."""
+    problems = []
+    memory, pool_bytes = program.memory, program.pool_bytes
+    if copies := program.pool_copies():
+        problems.append(f"{len(copies)} copies of the pool, the first: {copies[0]}")
+    if memory.alias_size_in_bytes < pool_bytes:
+        problems.append(f"{memory.alias_size_in_bytes} bytes in place, the pool has {pool_bytes}")
+    if memory.temp_size_in_bytes >= MAX_TEMPORARIES * pool_bytes:
+        problems.append(f"temporaries of {memory.temp_size_in_bytes} bytes, pool {pool_bytes}")
+    if not program.spill_bytes:
+        problems.append("the assembler said nothing: no kernel of ours was compiled")
+    if max(program.spill_bytes, default=0) > MAX_SPILL_BYTES:
+        problems.append(f"spills of {program.spill_bytes} bytes > {MAX_SPILL_BYTES}")
+    return tuple(problems)
+
+
+def run(name: str, compile_it: Callable[[Path], Program], folder: Path) -> Row:
+    start = time.monotonic()
+    # why any exception: what the compiler refuses comes in many classes, and is a line of the table
+    try:
+        program = compile_it(folder / name.replace(" ", "_"))
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        problems = (f"{type(error).__name__}: {text}",)
+        return Row(name, time.monotonic() - start, 0, (), (), problems)
+    return Row(
+        name,
+        program.seconds,
+        program.memory.temp_size_in_bytes,
+        program.spill_bytes,
+        program.registers,
+        find_problems(program),
+    )
+
+
+def tasks(*, short: bool) -> Iterator[tuple[str, Callable[[Path], Program]]]:
+    mesh = h200_mesh()
+    for name, shape in VARIANTS.items():
+        if not short or name in SHORT_VARIANTS:
+            yield name, partial(compile_attention, mesh, shape)
+    yield "tiny Qwen3, mixed", partial(compile_step, mesh, TINY_QWEN3, Bucket(256, 8))
+    model = QWEN3_4B
+    if short:
+        layers = {"num_layers": SHORT_LAYERS, "layer_windows": (None,) * SHORT_LAYERS}
+        model = replace(model, **layers)
+    name = f"Qwen3-4B, {model.num_layers} layers, decode"
+    yield name, partial(compile_step, mesh, model, Bucket(64, 64))
+    if not short:
+        name = f"Qwen3-4B, {model.num_layers} layers, mixed"
+        yield name, partial(compile_step, mesh, model, Bucket(512, 64))
+
+
+def control(folder: Path) -> Row:
+    """Turns the verdict around: a copied pool must be noticed."""
+    name = "control: a pool that is not donated"
+    row = run(name, partial(compile_attention, h200_mesh(), AttentionShape(), donate=False), folder)
+    is_noticed = all(
+        any(words in problem for problem in row.problems) for words in ("copies of", "in place")
+    )
+    return replace(row, problems=() if is_noticed else ("its copied pool was not noticed",))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compiles for an H200 and checks memory.")
+    parser.add_argument("--short", action="store_true", help="the quick form, under 3 minutes")
+    parser.add_argument("--only", default="", help="programs whose name contains this text")
+    args = parser.parse_args()
+    start = time.monotonic()
+    print(f"{'variant':36} {'s':>6} {'temporaries':>15} {'spills':>10} {'registers':>12}  verdict")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, compile_it in tasks(short=args.short):
+            if args.only in name:
+                rows.append(run(name, compile_it, Path(folder)))
+                print(rows[-1], flush=True)
+        rows.append(control(Path(folder)))
+        print(rows[-1], flush=True)
+    num_bad = sum(bool(row.problems) for row in rows)
+    print(
+        f"{len(rows)} programs, {num_bad} bad, {time.monotonic() - start:.0f} s "
+        f"(jax {jax.__version__})"
+    )
+    return 1 if num_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
