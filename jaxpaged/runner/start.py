@@ -13,7 +13,7 @@ from jaxpaged.models.config import DTYPES, ModelConfig
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import Weights, load_weights
-from kernels_pallas.ops import max_blocks_per_row, pool_layout
+from kernels_pallas.ops import IMPLEMENTATIONS, max_blocks_per_row, pool_layout
 from kernels_pallas.pool import pool_bytes_per_block
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     dtype = config.dtype or _default_dtype(model)
     if dtype not in DTYPES:
         raise InvalidFieldError("dtype", f"{dtype=} must be one of {', '.join(DTYPES)}")
+    _check_before_loading(config, model)
     start = time.monotonic()
     weights = load_weights(
         model,
@@ -60,6 +61,35 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     return runner
 
 
+def _check_before_loading(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuses at once what would fail after the weights were read."""
+    if config.attention_impl not in (None, *IMPLEMENTATIONS):
+        raise InvalidFieldError(
+            "attention_impl",
+            f"attention_impl={config.attention_impl!r} must be one of {', '.join(IMPLEMENTATIONS)}",
+        )
+    max_num_seqs, max_num_tokens = _step_sizes(config)
+    if max_num_tokens < max_num_seqs:
+        raise InvalidFieldError(
+            "max_num_tokens", f"{max_num_tokens=} must be at least {max_num_seqs=}"
+        )
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_model_len:
+        logger.warning(
+            "max_model_len=%d is more than the %d that the model was made for",
+            wanted,
+            model.max_model_len,
+        )
+
+
+def _step_sizes(config: EngineConfig) -> tuple[int, int]:
+    """max_num_seqs and max_num_tokens, as given or by the platform."""
+    on_cpu = jax.default_backend() == "cpu"
+    max_num_seqs = config.max_num_seqs or (8 if on_cpu else 256)
+    max_num_tokens = config.max_num_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    return max_num_seqs, max_num_tokens
+
+
 def resolve_config(config: EngineConfig, name: str, weights: Weights) -> ResolvedConfig:
     """Decides everything that the user left open, from the model and the memory that is left.
 
@@ -67,9 +97,7 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
       InvalidFieldError: a field is out of range, or `max_model_len` does not fit the pool.
     """
     model = weights.structure.config
-    on_cpu = jax.default_backend() == "cpu"
-    max_num_seqs = config.max_num_seqs or (8 if on_cpu else 256)
-    max_num_tokens = config.max_num_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    max_num_seqs, max_num_tokens = _step_sizes(config)
     wanted_len = config.max_model_len or model.max_model_len
     wanted_len = _len_of_tables(config, wanted_len, max_num_seqs, max_num_tokens)
     num_blocks = config.num_blocks or _num_blocks_that_fit(config, weights, max_num_tokens)

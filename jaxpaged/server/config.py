@@ -42,3 +42,10 @@ class ServerConfig:
     admin_token_file: str | None = None
     allow_clear_tokens: bool = False
     max_engine_restarts: int = 3
+
+    def __post_init__(self):
+        """Raises ValueError for a port that does not exist: gRPC would take it modulo 65536."""
+        for name in ("port", "admin_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ValueError(f"{name}={port} must be between 0 and 65535")

@@ -1,0 +1,7 @@
+"""`python -m jaxpaged`: the command line."""
+
+import sys
+
+from jaxpaged.cli import main
+
+sys.exit(main())
