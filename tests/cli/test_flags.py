@@ -21,6 +21,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.outputs import BlockState, Delta
 from jaxpaged.request import FinishReason
 from jaxpaged.sampling_params import ChatPrompt, SamplingParams
+from jaxpaged.server.config import ServerConfig
 
 
 def parse_engine(*arguments: str) -> EngineConfig:
@@ -156,3 +157,11 @@ def test_pool_picture_counts_the_free_end():
     picture = pool_picture([cached] * 65 + [free] * 135, 16)
     assert picture == ["░" * 64, "░" + "·" * 63, "... and 72 more blocks"]
     assert pool_picture([], 16) == []
+
+
+@pytest.mark.parametrize("name", ["port", "admin_port", "metrics_port"])
+def test_a_port_that_does_not_exist_is_refused(name):
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match=f"{name}={port} must be between 0 and 65535"):
+            ServerConfig(**{name: port})
+    assert getattr(ServerConfig(**{name: 65535}), name) == 65535

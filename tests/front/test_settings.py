@@ -69,6 +69,8 @@ def test_a_truncated_gguf_file(tmp_path):
         ({"load_format": "zip"}, "load_format='zip' must be one of"),
         ({"generation_config": "mine"}, "generation_config='mine' must be one of"),
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
+        ({"attention_impl": "flash"}, "attention_impl='flash' must be one of"),
+        ({"max_num_tokens": 4}, "max_num_tokens=4 must be at least max_num_seqs=8"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be an integer between"),
         ({"max_model_len": 100, "num_blocks": 5}, "lower max_model_len to 80"),
         ({"tensor_parallel": 999}, "tensor_parallel=999 must be between 1 and"),
@@ -78,6 +80,12 @@ def test_a_truncated_gguf_file(tmp_path):
 def test_bad_settings(options, line):
     with pytest.raises(ValueError, match=line):
         LLM(str(GOLDENS / "tiny_qwen3"), **options)
+
+
+def test_a_context_longer_than_the_model_was_made_for_is_said(caplog):
+    with LLM(str(GOLDENS / "tiny_qwen3"), max_model_len=513, max_num_seqs=1, max_num_tokens=16):
+        pass
+    assert "max_model_len=513 is more than the 512" in caplog.text
 
 
 # --- defaults of the model ---------------------------------------------------------------------
