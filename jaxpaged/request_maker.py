@@ -68,8 +68,6 @@ class RequestMaker:
           JaxpagedError: what is wrong with it.
         """
         model, resolved = self._model, self._resolved
-        if isinstance(prompt, str):
-            await self._check_text_length(prompt)
         token_ids = validation.check_prompt(await self.tokenize(prompt), resolved)
         options = validation.resolve_params(
             params or SamplingParams(),
@@ -89,12 +87,18 @@ class RequestMaker:
         )
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """The token ids that `generate` would use for this prompt."""
+        """The token ids that `generate` would use for this prompt.
+
+        Raises:
+          ContextTooLongError: a text that cannot fit the context, whatever its tokens are: the
+            tokenizer would hold up every other request for as long as it takes.
+        """
         if not isinstance(prompt, str | ChatPrompt):
             return list(prompt)
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise InvalidFieldError("prompt", "the model has no tokenizer: give token ids")
+        await self._check_text_length(prompt)
         if isinstance(prompt, ChatPrompt):
             return await asyncio.to_thread(
                 render_chat,
@@ -130,10 +134,15 @@ class RequestMaker:
             default_min_p=defaults.min_p,
         )
 
-    async def _check_text_length(self, text: str) -> None:
-        """Refuses a text that is too long whatever its tokens are, without tokenising it."""
+    async def _check_text_length(self, prompt: str | ChatPrompt) -> None:
+        """Refuses what is too long whatever its tokens are, without tokenising it."""
         tokenizer, max_model_len = self._model.tokenizer, self._resolved.max_model_len
-        if tokenizer is None or len(text) <= 16 * max_model_len:
+        length = len(prompt) if isinstance(prompt, str) else 0
+        if isinstance(prompt, ChatPrompt):
+            # Every message has a token of its own at least.
+            validation.check_prompt_len(len(prompt.messages), self._resolved, at_least=True)
+            length = sum(len(str(m.get("content") or "")) for m in prompt.messages)
+        if tokenizer is None or length <= 16 * max_model_len:
             return
         longest = await asyncio.to_thread(tokenizer.max_token_bytes)
-        validation.check_prompt_len(len(text) // longest, self._resolved, at_least=True)
+        validation.check_prompt_len(length // longest, self._resolved, at_least=True)

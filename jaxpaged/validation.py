@@ -185,6 +185,11 @@ def check_request_id(request_id: str | None) -> str:
             raise InvalidFieldError(
                 "request_id", f"request_id of {len(request_id)} characters: at most 256 are allowed"
             )
+        # It travels in headers and in logs.
+        if not (request_id.isascii() and request_id.isprintable()):
+            raise InvalidFieldError(
+                "request_id", f"request_id={request_id!a} must be printable ASCII"
+            )
         return request_id
     return f"request-{secrets.token_hex(8)}"
 

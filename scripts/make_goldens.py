@@ -2,10 +2,10 @@
 
 Needs PyTorch, which jaxpaged itself never does, so it runs in an environment of its own:
 
-    python3 -m venv /tmp/torchenv
-    /tmp/torchenv/bin/pip install torch transformers gguf safetensors
+    python3 -m venv torch-env
+    torch-env/bin/pip install torch transformers gguf safetensors
     models=~/.cache/jaxpaged/models
-    /tmp/torchenv/bin/python scripts/make_goldens.py --gguf $models/SmolLM2-135M-Instruct.Q4_1.gguf
+    torch-env/bin/python scripts/make_goldens.py --gguf $models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 It imports nothing of jaxpaged: reading, dequantising and un-permuting the GGUF file are written a
 second time here, so that a mistake in jaxpaged's own reader shows as other tokens.

@@ -160,8 +160,13 @@ def _head_dim(config: Config, hidden_size: int, num_q_heads: int) -> int:
 
 
 def _rope(config: Config) -> RopeConfig:
-    """Settings stand under `rope_parameters` (newer) or `rope_scaling`, the type under two keys."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Settings stand under `rope_scaling` or `rope_parameters` (newer), the type under two keys.
+
+    The older key wins where both stand, as in Hugging Face's own reading.
+    """
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"config: rope settings {settings!r} are not an object")
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UnsupportedOptionError(

@@ -49,7 +49,7 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     logger.info("loaded %.0f MB of weights in %.1f s", megabytes, time.monotonic() - start)
     resolved = resolve_config(config, checkpoint.name, weights)
     start = time.monotonic()
-    runner = Runner(weights, resolved)
+    runner = _make_runner(weights, resolved)
     runner.warm_up()
     logger.info(
         "%d blocks of %d tokens, context %d; ready to run after %.1f s of compiling",
@@ -59,6 +59,15 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
         time.monotonic() - start,
     )
     return runner
+
+
+def _make_runner(weights: Weights, config: ResolvedConfig) -> Runner:
+    try:
+        return Runner(weights, config)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        raise InvalidFieldError(
+            "num_blocks", f"num_blocks={config.num_blocks} does not fit the memory: lower it"
+        ) from error
 
 
 def _check_before_loading(config: EngineConfig, model: ModelConfig) -> None:

@@ -181,6 +181,13 @@ def test_ten_megabytes_of_text_are_refused_without_tokenising_them():
         for character in "x한":
             with pytest.raises(ContextTooLongError, match=r"at least [0-9]+ tokens"):
                 await front.llm.generate(character * 10_000_000, SamplingParams())
+            with pytest.raises(ContextTooLongError, match=r"at least [0-9]+ tokens"):
+                await front.llm.tokenize(character * 10_000_000)
+            message = {"role": "user", "content": character * 10_000_000}
+            with pytest.raises(ContextTooLongError, match=r"at least [0-9]+ tokens"):
+                await front.llm.generate(ChatPrompt([message]), SamplingParams())
+        with pytest.raises(ContextTooLongError, match="at least 100000 tokens"):
+            await front.llm.tokenize(ChatPrompt([{"role": "user", "content": "x"}] * 100_000))
         assert encoded == []
         output = await front.llm.generate("p", SamplingParams())
         assert output.completions[0].text == "fine"
@@ -254,6 +261,18 @@ def test_bad_conversations():
         front = scripted_front({"p": "fine"})
         with pytest.raises(JaxpagedError):
             await front.llm.generate(ChatPrompt([]), SamplingParams())
+        front.llm.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("request_id", ["a\nb", "\x00", "é", "한", "x" * 257])
+def test_a_request_id_that_headers_cannot_carry_is_refused(request_id):
+    async def run():
+        front = scripted_front({"p": "fine"})
+        with pytest.raises(InvalidFieldError, match="request_id"):
+            await front.llm.generate("p", SamplingParams(), request_id=request_id)
+        assert (await front.llm.generate("p", SamplingParams(), request_id="a b~")).request_id
         front.llm.close()
 
     asyncio.run(run())

@@ -80,6 +80,16 @@ def test_rope_settings_under_old_and_new_keys(key, type_key):
     assert config.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
 
 
+def test_the_older_key_of_rope_settings_wins():
+    both = hf_config(
+        rope_scaling={"rope_type": "llama3"} | LLAMA3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5.0},
+    )
+    assert ModelConfig.from_hf(both).rope.type == "llama3"
+    with pytest.raises(CheckpointError, match="rope settings 'yarn' are not an object"):
+        ModelConfig.from_hf(hf_config(rope_scaling="yarn"))
+
+
 def test_theta_inside_rope_parameters():
     config = tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     assert config.rope == RopeConfig(7.0)
