@@ -140,9 +140,11 @@ def compile_attention(
         )
 
     jitted = jax.jit(attend, donate_argnums=(3,) if donate else ())
-    return _compile(
-        lambda: jitted.lower(q, kv, kv, pool, metadata, sinks).compile(), pool, dump_folder
-    )
+
+    def compile_it() -> jax.stages.Compiled:
+        return jitted.lower(q, kv, kv, pool, metadata, sinks).compile()
+
+    return _compile(mesh, compile_it, pool, dump_folder)
 
 
 def compile_step(
@@ -163,17 +165,19 @@ def compile_step(
     tables = _struct(mesh, (num_rows, max_model_len // block_size), jnp.int32)
     state = BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
     executables = Executables(weights, pool, state, block_size, "hopper")
-    return _compile(lambda: executables.forward(bucket), pool, dump_folder)
+    return _compile(mesh, lambda: executables.forward(bucket), pool, dump_folder)
 
 
 def _compile(
-    compile_it: Callable[[], jax.stages.Compiled], pool: KVPool, dump_folder: Path
+    mesh: Mesh, compile_it: Callable[[], jax.stages.Compiled], pool: KVPool, dump_folder: Path
 ) -> Program:
     """Compiles with Mosaic's dumps switched on: they have what the assembler said."""
     dump_folder.mkdir(parents=True)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
     start = time.monotonic()
-    compiled = compile_it()
+    # why the abstract mesh: it tells the kernels which device they are for
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = compile_it()
     seconds = time.monotonic() - start
     spills, registers = [], []
     for file in sorted(dump_folder.glob("*.ptxas")):

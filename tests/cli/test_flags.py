@@ -3,6 +3,7 @@
 import argparse
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,11 @@ def test_pool_picture_counts_the_free_end():
 
 @pytest.mark.parametrize("name", ["port", "admin_port", "metrics_port"])
 def test_a_port_that_does_not_exist_is_refused(name):
+    def config(port: int) -> ServerConfig:
+        settings: dict[str, Any] = {name: port}
+        return ServerConfig(**settings)
+
     for port in (-1, 65536):
         with pytest.raises(ValueError, match=f"{name}={port} must be between 0 and 65535"):
-            ServerConfig(**{name: port})
-    assert getattr(ServerConfig(**{name: 65535}), name) == 65535
+            config(port)
+    assert getattr(config(65535), name) == 65535
