@@ -45,9 +45,7 @@ def is_hopper() -> bool:
     return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
 
 
-def tuning_for(
-    q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool, metadata: AttentionMetadata
-) -> HopperTuning:
+def tuning_for(pool: KVPool, metadata: AttentionMetadata) -> HopperTuning:
     """What suits these shapes, on the default device or, without one, on an H200."""
     multiprocessors = getattr(jax.devices()[0], "core_count", None) if is_hopper() else None
     return hopper_tuning(

@@ -142,7 +142,7 @@ def _tuning_kind(name: str) -> type[Tuning]:
 def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -> Tuning:
     kind = _tuning_kind(name)
     if kind is HopperTuning:
-        return attention_hopper.tuning_for(q, pool, metadata)
+        return attention_hopper.tuning_for(pool, metadata)
     return (
         attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
     )
