@@ -85,7 +85,7 @@ def paged_prefill(
     # reach past the end, where TMA gives 0; the interpreter refuses that.
     missing = max(-num_tokens % 8, MMA_ROWS - num_tokens)
     if interpret is not None:
-        missing = -num_tokens % 8 + MMA_ROWS
+        missing = -num_tokens % 8 + tuning.q_tile
     if missing:
         q = jnp.pad(q, ((0, missing), (0, 0), (0, 0)))
     kernel = plgpu.kernel(
@@ -271,8 +271,11 @@ def _program(
             my_queries = jnp.clip(queries - warpgroup * MMA_ROWS, 0, MMA_ROWS)
             is_aligned = lax.rem(token, jnp.int32(8)) == 0
             my_end = jnp.minimum(_ceil_div(mine + MMA_ROWS, kv_tile), end)
-            # Tiles that all queries see whole; with a window, none is sure to be.
-            all_see = 0 if options.window is not None else lax.div(mine + 1, jnp.int32(kv_tile))
+            # Tiles that all queries see whole; with a window, none is sure to be. None that must
+            # be cleared is one, whatever queries past the chunk's end would see.
+            all_see = 0
+            if options.window is None:
+                all_see = lax.div(jnp.minimum(mine + 1, kv_len), jnp.int32(kv_tile))
             unmasked_end = jnp.clip(all_see, first, my_end)
 
             def needs_clearing(step):

@@ -10,6 +10,7 @@ its pool on purpose comes last and must be noticed.
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
 
 MAX_TEMPORARIES = 0.05
+MAX_COMPILE_S = 120  # Mosaic's search for layouts can be endless
 # With JAX 0.11.2 the decode kernel spills 16 bytes and the prefill kernel 4. A kernel that does not
 # fit its registers would spill hundreds.
 MAX_SPILL_BYTES = 64
@@ -51,11 +53,12 @@ VARIANTS = {
     "mixed, head_dim 64, all options": AttentionShape(
         head_dim=64, num_q_heads=64, window=128, soft_cap=30.0, has_sinks=True
     ),
+    "mixed, blocks of 128": AttentionShape(block_size=128),
+    "decode, head_dim 256": AttentionShape(head_dim=256, num_q_heads=16, num_tokens=64),
     "mixed, head_dim 256": AttentionShape(head_dim=256, num_q_heads=16),
     "mixed, head_dim 64": AttentionShape(head_dim=64),
     "mixed, blocks of 32": AttentionShape(block_size=32),
     "mixed, blocks of 64": AttentionShape(block_size=64),
-    "mixed, blocks of 128": AttentionShape(block_size=128),
     "mixed, float16": AttentionShape(dtype=jnp.float16),
     "mixed, window": AttentionShape(window=1024),
     "mixed, soft cap": AttentionShape(soft_cap=30.0),
@@ -110,6 +113,7 @@ def find_problems(program: Program) -> tuple[str, ...]:
 
 def run(name: str, compile_it: Callable[[Path], Program], folder: Path) -> Row:
     start = time.monotonic()
+    signal.alarm(MAX_COMPILE_S)
     # why any exception: what the compiler refuses comes in many classes, and is a line of the table
     try:
         program = compile_it(folder / name.replace(" ", "_"))
@@ -117,6 +121,8 @@ def run(name: str, compile_it: Callable[[Path], Program], folder: Path) -> Row:
         text = " ".join(str(error).split())[:300]
         problems = (f"{type(error).__name__}: {text}",)
         return Row(name, time.monotonic() - start, 0, (), (), problems)
+    finally:
+        signal.alarm(0)
     return Row(
         name,
         program.seconds,
@@ -125,6 +131,10 @@ def run(name: str, compile_it: Callable[[Path], Program], folder: Path) -> Row:
         program.registers,
         find_problems(program),
     )
+
+
+def _give_up(signal_number: int, frame: object) -> None:
+    raise TimeoutError(f"not compiled after {MAX_COMPILE_S} s")
 
 
 def tasks(*, short: bool) -> Iterator[tuple[str, Callable[[Path], Program]]]:
@@ -159,6 +169,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="the quick form, under 3 minutes")
     parser.add_argument("--only", default="", help="programs whose name contains this text")
     args = parser.parse_args()
+    signal.signal(signal.SIGALRM, _give_up)
     start = time.monotonic()
     print(f"{'variant':36} {'s':>6} {'temporaries':>15} {'spills':>10} {'registers':>12}  verdict")
     rows = []

@@ -29,10 +29,6 @@ from kernels_pallas import decode_hopper, ops, prefill_hopper
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.tuning import HopperTuning, default_tuning, hopper_tuning
 
-# The GPU interpreter runs every thread of the grid as one of Python's: minutes in all, and a fault
-# in a kernel shows as a run that never ends. test_hopper_step.py is the quick part.
-pytestmark = pytest.mark.long
-
 SM_SCALE = 0.3
 
 # (q_len, kv_len). A length that ends inside a KV tile, at its end, one behind it; one key.
