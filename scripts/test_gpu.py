@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from helpers.attention_cases import AttentionCase, Shape, make_case, oracle, with_block_dropped
 from helpers.attention_cases import with_layout as with_pool_layout
+from helpers.requests import make_request
 
 from jaxpaged.checkpoint import locate
 from jaxpaged.checkpoint.locate import home_folder
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
-from jaxpaged.request import EngineRequest
-from jaxpaged.sampling_params import ResolvedParams
 from kernels_pallas import ops
 
 IMPL = "hopper"
@@ -225,26 +224,9 @@ def engine_tokens(
     options = {"dtype": "bfloat16", "max_model_len": 1024, "num_blocks": 2048, **options}
     config = EngineConfig(model, max_num_seqs=8, max_num_tokens=16, **options)
     engine = Engine.start(config, locate(model, config.load_format), home_folder())
-    params = ResolvedParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        seed=0,
-        n=1,
-        stop=(),
-        stop_token_ids=frozenset(),
-        ignore_eos=True,
-        include_stop_string=False,
-        skip_special_tokens=True,
-        use_prefix_cache=True,
-        cache_salt="",
-        priority=0,
-    )
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
     for i, prompt in enumerate(prompts):
-        engine.add(EngineRequest(str(i), tuple(prompt), params, frozenset()))
+        engine.add(make_request(str(i), prompt, max_tokens=max_tokens, ignore_eos=True))
     while engine.has_work:
         for output in engine.step().sequences:
             tokens[output.request_id].extend(output.token_ids)
