@@ -1,12 +1,32 @@
 """What a user may ask of one request, before and after defaults are filled in."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
+MAX_LOGPROBS = 20
+# A beam search looks at the 2 * width best continuations of each beam.
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the whole generated text must match; exactly one field is set.
+
+    Attributes:
+      json_schema: a JSON schema, as JSON text or as the object itself; `{}` is any JSON value.
+      regex: a regular expression for the whole text.
+      choice: the text is one of these.
+      grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+    """
+
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,27 +59,76 @@ class SamplingParams:
     use_prefix_cache: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    constraint: Constraint | None = None
+    logits_processor: Callable[[Any, Any], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """A beam search: the request's n sequences are its beams, then its best hypotheses.
+
+    Attributes:
+      length_penalty: a hypothesis scores its summed log-probability / length ** length_penalty.
+    """
+
+    length_penalty: float
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParams:
-    """The same after `validation.resolve_params`: every field has its value, ids are sets."""
+    """The same after `validation.resolve_params`: every field has its value, ids are sets.
 
-    max_tokens: int
-    temperature: float
-    top_k: int  # 0 = off
-    top_p: float
-    min_p: float
-    seed: int  # signed 64 bits; sequence i uses seed + i (wrapping)
-    n: int
-    stop: tuple[str, ...]
-    stop_token_ids: frozenset[int]
-    ignore_eos: bool
-    include_stop_string: bool
-    skip_special_tokens: bool
-    use_prefix_cache: bool
-    cache_salt: str
-    priority: int
+    Attributes:
+      top_k: 0 = off.
+      seed: signed 64 bits; sequence i uses seed + i (wrapping).
+      logit_bias: added to the logits of these ids, clamped already.
+      allowed_token_ids: None = all.
+      logprobs: how many best tokens are told beside the drawn one; None = nothing is told.
+      prompt_logprobs: the same for the prompt's tokens.
+      grammar: what the output must match, in the form that `jaxpaged.grammar` made of the user's
+        constraint; empty = anything.
+      logits_processor: (logits, state) -> logits, a pure JAX function.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    n: int = 1
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: frozenset[int] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_string: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    use_prefix_cache: bool = True
+    cache_salt: str = ""
+    priority: int = 0
+    grammar: str = ""
+    beam: BeamParams | None = None
+    logits_processor: Any = None
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the logits change before a token is drawn, other than by a grammar."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.allowed_token_ids is not None
+            or self.logits_processor is not None
+        )
 
 
 @dataclass(frozen=True)
