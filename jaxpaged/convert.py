@@ -4,6 +4,7 @@ On the wire an unset optional field means the server's default and zero means ze
 None. Nothing is judged here but what protobuf cannot carry: `validation.py` checks the values.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
-from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.sampling_params import ChatPrompt, Constraint, Prompt, SamplingParams
 from jaxpaged.v1 import inference_pb2 as pb
 
 # Where each field of SamplingParams lives in GenerateRequest; "" is the request itself.
@@ -59,7 +60,17 @@ def params_from_proto(request: pb.GenerateRequest) -> SamplingParams:
         values[name] = list(getattr(getattr(request, place), name)) or None
     values["logit_bias"] = dict(request.sampling.logit_bias) or None
     values["cache_salt"] = request.cache.cache_salt or None
+    values["constraint"] = _constraint_from_proto(request.sampling)
     return SamplingParams(**values)
+
+
+def _constraint_from_proto(sampling: pb.SamplingParams) -> Constraint | None:
+    kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return Constraint(choice=list(sampling.choice.choices))
+    return Constraint(**{kind: getattr(sampling, kind)})
 
 
 def prompt_from_proto(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
@@ -158,7 +169,32 @@ def request_to_proto(
     _fill_mapping(request.sampling.logit_bias, params.logit_bias or {})
     if params.cache_salt:
         request.cache.cache_salt = params.cache_salt
+    if params.constraint is not None:
+        _fill_constraint(request.sampling, params.constraint)
+    if params.logits_processor is not None:
+        raise UnsupportedOptionError(
+            "logits_processor", "logits_processor is a function: it cannot be sent to a server"
+        )
     return request
+
+
+def _fill_constraint(sampling: pb.SamplingParams, constraint: Constraint) -> None:
+    values = {name: value for name, value in vars(constraint).items() if value is not None}
+    if len(values) != 1:
+        raise InvalidFieldError(
+            "constraint", f"constraint sets {sorted(values) or 'nothing'}: exactly one must be set"
+        )
+    ((name, value),) = values.items()
+    try:
+        if name == "choice":
+            # An empty list is sent too, for the server to refuse.
+            sampling.choice.SetInParent()
+            _extend(sampling.choice.choices, "constraint", value)
+        else:
+            text = json.dumps(value) if isinstance(value, Mapping) else value
+            setattr(sampling, name, text)
+    except (TypeError, ValueError) as error:
+        raise InvalidFieldError("constraint", f"constraint.{name}: {error}") from error
 
 
 def fill_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:

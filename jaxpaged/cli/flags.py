@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import InvalidFieldError
-from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.sampling_params import ChatPrompt, Constraint, Prompt, SamplingParams
 
 _ENGINE_HELP = {
     "dtype": "float32, bfloat16 or float16; default: the checkpoint's, float32 on the CPU",
@@ -53,6 +53,12 @@ _SAMPLING_HELP = {
     "use_prefix_cache": "read blocks of earlier prompts",
     "cache_salt": "share cached blocks only under the same salt",
     "priority": "lower first, where the server schedules by priority",
+}
+_CONSTRAINT_HELP = {
+    "json_schema": "the text is JSON that this schema (as JSON) allows",
+    "regex": "the whole text matches this regular expression",
+    "choice": "the text is one of these; may be repeated",
+    "grammar": "the text matches this grammar, in Lark's notation",
 }
 
 
@@ -115,19 +121,24 @@ def prompt_of(options: argparse.Namespace) -> Prompt:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for every field of SamplingParams; unset ones stay None."""
+    """A flag for every option that can be written as text; unset ones stay None."""
     group = parser.add_argument_group("sampling", "unset: the model's or jaxpaged's default")
     hints = get_type_hints(SamplingParams)
-    for field in fields(SamplingParams):
-        dest = f"sampling_{field.name}"  # `seed` is also a field of EngineConfig
-        help_text = _SAMPLING_HELP[field.name]
-        _add_flag(group, _flag_of(field.name), dest, hints[field.name], help_text, None)
+    for name, help_text in _SAMPLING_HELP.items():
+        dest = f"sampling_{name}"  # `seed` is also a field of EngineConfig
+        _add_flag(group, _flag_of(name), dest, hints[name], help_text, None)
+    text = parser.add_argument_group("constraint", "what the whole text must match; at most one")
+    choices = text.add_mutually_exclusive_group()
+    for name, help_text in _CONSTRAINT_HELP.items():
+        action = "append" if name == "choice" else "store"
+        choices.add_argument(_flag_of(name), metavar="TEXT", action=action, help=help_text)
 
 
 def sampling_params_of(options: argparse.Namespace) -> SamplingParams:
-    values = {
-        field.name: getattr(options, f"sampling_{field.name}") for field in fields(SamplingParams)
-    }
+    values = {name: getattr(options, f"sampling_{name}") for name in _SAMPLING_HELP}
+    constraint = {name: getattr(options, name) for name in _CONSTRAINT_HELP}
+    if any(value is not None for value in constraint.values()):
+        values["constraint"] = Constraint(**constraint)
     if values["logit_bias"] is not None:
         values["logit_bias"] = dict(values["logit_bias"])
     return SamplingParams(**values)

@@ -17,7 +17,8 @@ class MirroredRunner:
 
     def __init__(self, runner: Runner):
         self._runner = runner
-        self.collect, self.reset, self.close = runner.collect, runner.reset, runner.close
+        self.draw, self.collect = runner.draw, runner.collect
+        self.reset, self.close = runner.reset, runner.close
 
     @property
     def num_compiles_after_warmup(self) -> int:

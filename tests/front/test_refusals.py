@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,7 @@ BAD_PROMPTS = [
     ("x" * 256, ContextTooLongError, "256 tokens: with one more it must fit max_model_len=256"),
 ]
 BAD_PARAMS = [
-    ({"max_tokens": 0}, "max_tokens=0 must be an integer at least 1"),
-    ({"max_tokens": -5}, "max_tokens=-5 must be an integer at least 1"),
+    ({"max_tokens": -5}, "max_tokens=-5 must be an integer at least 0"),
     ({"max_tokens": 1.5}, "max_tokens=1.5 must be an integer"),
     ({"max_tokens": True}, "max_tokens=True must be an integer"),
     ({"temperature": NAN}, "temperature=nan must be a finite number >= 0"),
@@ -93,7 +93,7 @@ BAD_PARAMS = [
     ({"prompt_logprobs": 10**9}, "prompt_logprobs=1000000000 must be .* between 0 and 20"),
     ({"logits_processor": 5}, "logits_processor=5 must be a function"),
 ]
-UNSUPPORTED = {"priority": 1}
+UNSUPPORTED: dict[str, Any] = {"priority": 1}
 # A value that is not the default, for each field that is obeyed; where that is shown.
 OBEYED = {
     "max_tokens": "test_answers",

@@ -1,6 +1,7 @@
 """Presence survives the wire in both directions, and what it cannot carry is refused."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -17,10 +18,10 @@ from jaxpaged.convert_outputs import (
     stats_from_proto,
     stats_to_proto,
 )
-from jaxpaged.errors import InvalidFieldError
+from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
 from jaxpaged.outputs import Heartbeat
 from jaxpaged.request import FinishReason
-from jaxpaged.sampling_params import ChatPrompt, SamplingParams
+from jaxpaged.sampling_params import ChatPrompt, Constraint, SamplingParams
 from jaxpaged.v1 import inference_pb2 as pb
 
 # Every field, with a value that float32 holds exactly.
@@ -48,6 +49,7 @@ FULL = SamplingParams(
     use_prefix_cache=False,
     cache_salt="tenant",
     priority=-2,
+    constraint=Constraint(choice=["yes", "no"]),
 )
 # Zero is a value of its own for each of these, different from unset.
 ZEROS = SamplingParams(
@@ -78,7 +80,35 @@ def over_the_wire(params: SamplingParams | None) -> SamplingParams:
 
 
 def test_the_full_example_sets_every_field():
-    assert all(value is not None for value in dataclasses.asdict(FULL).values())
+    unset = [name for name, value in dataclasses.asdict(FULL).items() if value is None]
+    assert unset == ["logits_processor"], "a function cannot be sent"
+    with pytest.raises(UnsupportedOptionError, match="logits_processor"):
+        over_the_wire(SamplingParams(logits_processor=lambda logits, state: logits))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(json_schema='{"type": "object"}'),
+        Constraint(regex="a+"),
+        Constraint(choice=["안", "b"]),
+        Constraint(grammar='start: "a"'),
+    ],
+)
+def test_constraints_keep_their_kind(constraint):
+    assert over_the_wire(SamplingParams(constraint=constraint)).constraint == constraint
+
+
+def test_a_schema_travels_as_text():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    sent = over_the_wire(SamplingParams(constraint=Constraint(json_schema=schema))).constraint
+    assert sent is not None and json.loads(str(sent.json_schema)) == schema
+
+
+@pytest.mark.parametrize("constraint", [Constraint(), Constraint(regex="a", grammar="b")])
+def test_one_constraint_at_a_time(constraint):
+    with pytest.raises(InvalidFieldError, match="exactly one must be set"):
+        over_the_wire(SamplingParams(constraint=constraint))
 
 
 @pytest.mark.parametrize("params", [FULL, ZEROS, SamplingParams()])

@@ -29,7 +29,8 @@ class KeptRunner:
     """Passes everything on but `close`: the session's other tests go on with the runner."""
 
     def __init__(self, runner: Runner):
-        self.dispatch, self.collect, self.reset = runner.dispatch, runner.collect, runner.reset
+        self.dispatch, self.draw, self.collect = runner.dispatch, runner.draw, runner.collect
+        self.reset = runner.reset
         self._runner = runner
 
     @property
