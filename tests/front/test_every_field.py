@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor import Descriptor
 from helpers.byte_tokenizer import CHAT_TEMPLATE, ByteTokenizer
 from helpers.engines import fresh_engine
 from helpers.every_field import CONSTRAINTS, ask_in_process, ask_over_grpc, request_of
@@ -28,7 +27,7 @@ from jaxpaged.v1 import inference_pb2 as pb
 from jaxpaged.validation import SamplingDefaults
 
 # A value that would have an effect.
-REFUSED = {"priority": 1}
+REFUSED: dict[str, Any] = {"priority": 1}
 # Functions do not travel.
 IN_PROCESS_ONLY = {"logits_processor"}
 MODEL = "tiny"
@@ -246,7 +245,7 @@ def test_every_field_of_the_wire_has_an_entry():
     parts["cache"] = pb.CacheOptions
     known = ON_THE_WIRE.keys() | {f"GenerateRequest.{name}" for name in parts}
     found = set()
-    todo: list[Descriptor] = [pb.StreamRequest.DESCRIPTOR]
+    todo: list[Any] = [pb.StreamRequest.DESCRIPTOR]
     for message in todo:
         for field in message.fields:
             inner = field.message_type

@@ -4,7 +4,7 @@ The requests on the wire are filled in here by the names of the contract, not by
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -90,22 +90,19 @@ def _answer_of(output: RequestOutput) -> Answer:
     return Answer(completions, scored, output.usage.cached_prompt_tokens)
 
 
-def _positions(positions: Any) -> list[Position]:
+def _positions(positions: Iterable[Any]) -> list[Position]:
     """Of our own class or of the message of the same name: their fields have the same names."""
     told = []
+    position: Any
     for position in positions:
-        has_chosen = (
-            position.HasField("chosen") if isinstance(position, Message) else position.chosen
-        )
-        chosen = position.chosen if has_chosen else None
-        told.append(
-            Position(
-                chosen.token_id if chosen else None,
-                chosen.rank if chosen else 0,
-                [entry.token_id for entry in position.top],
-                chosen.logprob if chosen else math.nan,
-            )
-        )
+        is_message = isinstance(position, Message)
+        has_chosen = position.HasField("chosen") if is_message else position.chosen is not None
+        chosen: Any = position.chosen if has_chosen else None
+        top_ids = [entry.token_id for entry in position.top]
+        if chosen is None:
+            told.append(Position(None, 0, top_ids, math.nan))
+        else:
+            told.append(Position(chosen.token_id, chosen.rank, top_ids, chosen.logprob))
     return told
 
 
