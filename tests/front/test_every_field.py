@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import fields
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import pytest
@@ -34,31 +35,19 @@ MODEL = "tiny"
 TEMPLATE = CHAT_TEMPLATE + "{{ ending }}"
 
 
-class KeptRunner:
-    """Passes everything on but `close`: the session's other tests go on with the runner."""
-
-    def __init__(self, runner: Runner):
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def llm(tiny_runner: Callable[[str], Runner]) -> Generator[AsyncLLM]:
     """A front before a real model, whose tokens are bytes."""
     runner = tiny_runner("tiny_llama")
-    engine = fresh_engine(runner, wrapped=KeptRunner(runner), model=MODEL)
+    engine = fresh_engine(runner, model=MODEL)
     tokenizer = ByteTokenizer(chat_template=TEMPLATE)
     tokenizer.special_token_ids |= {H}
     llm = AsyncLLM.from_engine(
         EngineConfig(MODEL), engine, tokenizer, SamplingDefaults(), frozenset({EOS})
     )
-    yield llm
-    llm.close()
+    with patch.object(runner, "close"):  # the session's other tests go on with it
+        yield llm
+        llm.close()
 
 
 # --- options -----------------------------------------------------------------------------------

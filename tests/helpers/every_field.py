@@ -121,7 +121,7 @@ def request_of(prompt: Sequence[int], options: Mapping[str, Any]) -> pb.Generate
     request = pb.GenerateRequest(token_ids={"ids": prompt})
     for name, value in options.items():
         parts = (request.sampling, request.stop, request.output, request.cache, request)
-        part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
+        (part, *_) = [part for part in parts if name in part.DESCRIPTOR.fields_by_name]
         target = getattr(part, name)
         if isinstance(value, Mapping):
             target.update(value)
