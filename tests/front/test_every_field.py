@@ -24,8 +24,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import UnsupportedOptionError
 from jaxpaged.runner.runner import Runner
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.v1 import inference_pb2 as pb
-from jaxpaged.validation import SamplingDefaults
 
 # A value that would have an effect.
 REFUSED: dict[str, Any] = {"priority": 1}
