@@ -37,7 +37,7 @@ def inputs_of(cases: list[Case], **changes: Any) -> Any:
         np.array([len(case.options.get(name, [])) for case in cases]) for name in TOKENS
     )
     min_tokens = np.array([case.options.get("min_tokens", 0) for case in cases])
-    options = {
+    options: dict[str, Any] = {
         name: [case.options.get(name, float(name == "repetition_penalty")) for case in cases]
         for name in PENALTIES
     }
