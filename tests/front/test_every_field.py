@@ -6,7 +6,7 @@ shows its effect on an answer (option_effects.py, and below for what only the wi
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,7 @@ from helpers.served_engines import make_llm
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
+from jaxpaged.convert import request_to_proto
 from jaxpaged.errors import UnsupportedOptionError
 from jaxpaged.runner.runner import Runner
 from jaxpaged.sampling_params import SamplingParams
@@ -90,6 +91,13 @@ def test_option_is_refused_by_name(name, llm):
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run_service(llm, body)
+
+
+@pytest.mark.parametrize("name", sorted(IN_PROCESS_ONLY))
+def test_client_refuses_what_does_not_travel(name):
+    with pytest.raises(UnsupportedOptionError, match=f"^{name} cannot be sent") as error:
+        request_to_proto("x", replace(SamplingParams(), **{name: lambda logits, state: logits}))
+    assert error.value.field == name
 
 
 # --- what only the wire has --------------------------------------------------------------------
