@@ -145,6 +145,7 @@ def request_to_proto(
 
     Raises:
       InvalidFieldError: a value that the wire cannot carry.
+      UnsupportedOptionError: an option that it cannot carry.
     """
     request = pb.GenerateRequest(request_id=request_id or "")
     request.output.prompt_token_ids = True
@@ -153,6 +154,8 @@ def request_to_proto(
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         # The wire would read an empty list as unset.
         raise InvalidFieldError("allowed_token_ids", "allowed_token_ids must not be empty")
+    if params.logits_processor is not None:
+        raise UnsupportedOptionError("logits_processor", "logits_processor cannot be sent")
     for name, place in _OPTIONAL_FIELDS.items():
         value = getattr(params, name)
         if value is None:

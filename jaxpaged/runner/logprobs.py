@@ -23,7 +23,9 @@ def top_logprobs(
     ids = jnp.arange(logits.shape[1])[None, :]
     is_before = (logits == chosen_logit) & (ids < token_ids[:, None])
     rank = 1 + jnp.sum((logits > chosen_logit) | is_before, axis=-1, dtype=jnp.int32)
-    _, best = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
+    # top_k puts 0 before -0, which are equals here; adding 0 would be optimised away.
+    unsigned_zeros = jnp.where(logits == 0, 0.0, logits)
+    _, best = jax.lax.top_k(unsigned_zeros, min(MAX_LOGPROBS, logits.shape[1]))
     best_logprobs = jnp.take_along_axis(logprobs, best, axis=-1)
     pairs = jnp.stack([best, _bits(best_logprobs)], axis=-1)
     return jnp.concatenate([_bits(chosen), rank[:, None], pairs.reshape(len(best), -1)], axis=1)

@@ -1,6 +1,60 @@
 """What the sampling options mean, in plain NumPy: float64, one row, sorted lists."""
 
+from collections.abc import Collection, Mapping, Sequence
+
 import numpy as np
+
+
+def adjusted_logits(
+    logits: np.ndarray,
+    *,
+    prompt_token_ids: Sequence[int] = (),
+    output_token_ids: Sequence[int] = (),
+    end_token_ids: Collection[int] = (),
+    min_tokens: int = 0,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Collection[int] | None = None,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+) -> np.ndarray:
+    """What the next token is drawn from, after these prompt and output tokens.
+
+    Order: allowed ids -> min_tokens mask -> logit_bias -> repetition -> frequency and presence.
+
+    Args:
+      end_token_ids: EOS and stop ids.
+    """
+    adjusted = [float(logit) for logit in logits]
+    for i in range(len(adjusted)):
+        is_banned = i in end_token_ids and len(output_token_ids) < min_tokens
+        if is_banned or (allowed_token_ids is not None and i not in allowed_token_ids):
+            adjusted[i] = -np.inf
+    for i, bias in (logit_bias or {}).items():
+        adjusted[i] += bias
+    for i in {*prompt_token_ids, *output_token_ids}:
+        if adjusted[i] > 0:
+            adjusted[i] /= repetition_penalty
+        else:
+            adjusted[i] *= repetition_penalty
+    for i in set(output_token_ids):
+        adjusted[i] -= frequency_penalty * list(output_token_ids).count(i) + presence_penalty
+    return np.array(adjusted, np.float64)
+
+
+def logprobs_of(
+    logits: np.ndarray, chosen: int, k: int
+) -> tuple[float, int, list[int], list[float]]:
+    """The chosen token's log-probability and rank, then the k best ids and theirs.
+
+    Best first, of equals the lower id; fewer than k where the vocabulary has no more.
+    """
+    shifted = logits.astype(np.float64) - np.float64(logits.max())
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    best = order[:k]
+    chosen_rank = order.index(chosen) + 1
+    return float(logprobs[chosen]), chosen_rank, best, [float(logprobs[i]) for i in best]
 
 
 def kept_ids(

@@ -1,15 +1,12 @@
 """Sampling against a plain NumPy reference: kept sets exactly, draws as frequencies."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.numpy_sampling import expected_distribution, kept_ids
+from helpers.sampler import draw, draw_random, kept_mask, make_inputs
 
-from jaxpaged.runner.inputs import SampleInputs
-from jaxpaged.runner.sampling import Variant, kept_tokens, sample_tokens
+from jaxpaged.runner.sampling import Variant
 
 VOCAB = 97
 OPTIONS = [
@@ -29,49 +26,6 @@ OPTIONS = [
     {"temperature": 3.0, "top_k": 12, "top_p": 0.7},
     {"temperature": 0.3, "min_p": 0.05, "top_p": 0.95},
 ]
-
-
-def make_inputs(num_rows, *, seeds=None, positions=None, rows=None, **options):
-    """Options for every row, each one value or a list."""
-    defaults = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "first_end_position": 0,
-    }
-    arrays = {
-        name: np.broadcast_to(
-            np.asarray(
-                options.get(name, value), np.int32 if isinstance(value, int) else np.float32
-            ),
-            num_rows,
-        )
-        for name, value in defaults.items()
-    }
-    seeds = np.asarray([0] * num_rows if seeds is None else seeds, np.int64)
-    words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
-    return SampleInputs(
-        rows=jnp.asarray(np.arange(num_rows) if rows is None else rows, jnp.int32),
-        positions=jnp.asarray(np.arange(num_rows) if positions is None else positions, jnp.int32),
-        last_token_ids=jnp.zeros(num_rows, jnp.int32),
-        is_decode=jnp.zeros(num_rows, bool),
-        seeds=jnp.asarray(words),
-        **{name: jnp.asarray(array) for name, array in arrays.items()},
-    )
-
-
-draw = jax.jit(sample_tokens, static_argnames="variant")
-draw_random = partial(draw, variant=Variant.RANDOM)
-
-
-@jax.jit
-def kept_mask(logits, inputs):
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / inputs.temperature[:, None]
-    return kept_tokens(scaled, inputs)
 
 
 def random_rows():
@@ -121,11 +75,22 @@ def test_reference_by_hand():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 5}, {"min_p": 0.2, "temperature": 1.5}],
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.2, "temperature": 1.5},
+        {"min_p": 0.02, "top_k": 15, "top_p": 0.95, "temperature": 2.0},
+    ],
     ids=str,
 )
-def test_draws_follow_the_distribution(options):
-    num_draws, logits = 4000, np.random.default_rng(8).normal(0, 1.5, 24).astype(np.float32)
+@pytest.mark.parametrize("kind", ["smooth", "ties and -inf"])
+def test_draws_follow_the_distribution(options, kind):
+    rng = np.random.default_rng(8)
+    num_draws, logits = 4000, rng.normal(0, 1.5, 24).astype(np.float32)
+    if kind == "ties and -inf":
+        logits = np.round(logits)
+        logits[[0, 5, 23]] = -np.inf
     expected = expected_distribution(logits, **options)
     tiled = jnp.asarray(np.tile(logits, (num_draws, 1)))
     fixed = [9] * num_draws
