@@ -37,8 +37,8 @@ from jaxpaged.outputs import (
 )
 from jaxpaged.request_maker import FrontModel, RequestMaker
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.text import Tokenizer
-from jaxpaged.validation import SamplingDefaults
 
 if TYPE_CHECKING:
     from jaxpaged.engine import Engine
@@ -246,6 +246,9 @@ class AsyncLLM:
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
         request = await self._maker.make(f"{self._num_requests}", prompt, params)
+        processor = request.params.logits_processor
+        if processor is not None:
+            await asyncio.to_thread(self.engine.prepare, processor)
         # why only now: nothing below waits, so that no two calls can pass the checks together
         if request_id in self.live:
             raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")

@@ -17,6 +17,9 @@ from jaxpaged.outputs import (
     Delta,
     Finished,
     Heartbeat,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptScored,
     RequestEnded,
     RequestOutput,
     RequestStarted,
@@ -26,6 +29,7 @@ from jaxpaged.outputs import (
     Timing,
     Usage,
 )
+from jaxpaged.packed_logprobs import unpack_logprobs
 from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.sampling_params import sequence_seed
 from jaxpaged.text.detokenizer import Detokenizer
@@ -41,6 +45,8 @@ class _SequenceText:
     stops: StopChecker
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     is_new: bool = False
@@ -66,6 +72,10 @@ class Collector:
         self.is_streamed = False  # its reader wants deltas, not only the end
         self._observer = observer
         params = request.params
+        self._token_bytes = tokenizer.token_bytes if tokenizer else lambda token_id: b""
+        # Nothing precedes the first token of a prompt.
+        self._prompt_logprobs = [PositionLogprobs(None)]
+        self._num_prompt_logprobs_told = 0
         self._sequences = [
             _SequenceText(
                 tokenizer
@@ -97,6 +107,15 @@ class Collector:
         self._num_cached_tokens = started.num_cached_tokens
         self._changed.set()
 
+    def on_scored(self, scored: PromptScored) -> None:
+        """Takes log-probabilities of prompt tokens; they come in order."""
+        assert scored.first_position == len(self._prompt_logprobs)
+        token_ids = self.request.prompt_token_ids[scored.first_position :]
+        token_ids = token_ids[: scored.num_positions]
+        unpacked = unpack_logprobs(scored.logprobs, token_ids, self._token_bytes)
+        self._prompt_logprobs += unpacked
+        self._changed.set()
+
     def on_output(self, output: SequenceOutput) -> bool:
         """Takes new tokens; `wake_reader` must follow, at once or after some more of them.
 
@@ -110,6 +129,10 @@ class Collector:
             self._time_tokens(sequence, len(output.token_ids))
         self._num_completion_tokens += len(output.token_ids)
         sequence.token_ids.extend(output.token_ids)
+        if output.logprobs:
+            sequence.logprobs += unpack_logprobs(
+                output.logprobs, output.token_ids, self._token_bytes
+            )
         sequence.is_new = True
         sequence.finish_reason = output.finish_reason
         sequence.matched_stop = output.stop_token_id
@@ -157,12 +180,18 @@ class Collector:
 
     def _add_text(self, sequence: _SequenceText, output: SequenceOutput) -> bool:
         """Adds what may be shown; returns whether a stop string ended the sequence."""
+        num_unsearched = self.request.params.min_tokens - sequence.num_tokens
+        sequence.num_tokens += len(output.token_ids)
         if sequence.detokenizer is None:
             return False
         token_ids, reason = output.token_ids, output.finish_reason
         # An EOS or stop id is no text, and comes before any stop string.
         ended_by_id = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        text = sequence.detokenizer.push(token_ids[:-1] if ended_by_id else token_ids)
+        token_ids = token_ids[:-1] if ended_by_id else token_ids
+        if num_unsearched > 0:
+            sequence.text.append(sequence.detokenizer.push(token_ids[:num_unsearched]))
+            token_ids = token_ids[num_unsearched:]
+        text = sequence.detokenizer.push(token_ids)
         if reason is not None:
             text += sequence.detokenizer.finish()
         match = sequence.stops.push(text)
@@ -200,6 +229,8 @@ class Collector:
             if self.is_started and not told_started:
                 told_started = True
                 yield Started(self._num_cached_tokens)
+            if self.is_started and self._has_new_prompt_logprobs:
+                yield self._take_prompt_logprobs()
             for index, sequence in enumerate(self._sequences):
                 if self._is_due(sequence, min_tokens_per_delta):
                     yield self._take_delta(index, sequence)
@@ -224,6 +255,7 @@ class Collector:
             completions=[self._completion(i, s) for i, s in enumerate(self._sequences)],
             usage=self._usage(self._ended),
             timing=self._timing(),
+            prompt_logprobs=self._prompt_logprobs if self._wants_prompt_logprobs else None,
         )
 
     async def _wait_for_change(self, timeout_s: float | None) -> bool:
@@ -246,6 +278,20 @@ class Collector:
         is_edge = not sequence.was_told or sequence.finish_reason or self._ended is not None
         return bool(is_edge) or len(sequence.token_ids) >= min_tokens
 
+    @property
+    def _wants_prompt_logprobs(self) -> bool:
+        return self.request.params.prompt_logprobs is not None
+
+    @property
+    def _has_new_prompt_logprobs(self) -> bool:
+        is_new = self._num_prompt_logprobs_told < len(self._prompt_logprobs)
+        return self._wants_prompt_logprobs and is_new
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs:
+        first = self._num_prompt_logprobs_told
+        self._num_prompt_logprobs_told = len(self._prompt_logprobs)
+        return PromptLogprobs(first, self._prompt_logprobs[first:])
+
     def _take_delta(self, index: int, sequence: _SequenceText) -> Delta:
         delta = Delta(
             index=index,
@@ -253,8 +299,10 @@ class Collector:
             token_ids=sequence.token_ids,
             finish_reason=sequence.finish_reason,
             matched_stop=sequence.matched_stop,
+            logprobs=sequence.logprobs if self._wants_logprobs else None,
         )
-        sequence.text, sequence.token_ids, sequence.is_new = [], [], False
+        sequence.text, sequence.token_ids, sequence.logprobs = [], [], []
+        sequence.is_new = False
         sequence.was_told = True
         return delta
 
@@ -267,7 +315,13 @@ class Collector:
             finish_reason=sequence.finish_reason or FinishReason.CANCELLED,
             matched_stop=sequence.matched_stop,
             seed=sequence_seed(self.request.params.seed, index),
+            logprobs=sequence.logprobs if self._wants_logprobs else None,
+            cumulative_logprob=_sum_of_chosen(sequence.logprobs) if self._wants_logprobs else None,
         )
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.request.params.logprobs is not None
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -288,3 +342,7 @@ class Collector:
             time_to_first_token_s=(self._first_token_s or now) - self._accepted_s,
             total_s=now - self._accepted_s,
         )
+
+
+def _sum_of_chosen(logprobs: list[PositionLogprobs]) -> float:
+    return sum(position.chosen.logprob for position in logprobs if position.chosen is not None)

@@ -1,6 +1,7 @@
 """Our outputs <-> protobuf messages, in both directions. The requests are in convert.py."""
 
 from jaxpaged.convert import duration_from_proto, duration_to_proto
+from jaxpaged.convert_logprobs import logprobs_from_proto, logprobs_to_proto
 from jaxpaged.errors import NonFiniteLogitsError, RequestCancelledError
 from jaxpaged.outputs import (
     Accepted,
@@ -11,6 +12,7 @@ from jaxpaged.outputs import (
     Finished,
     Heartbeat,
     ModelInfo,
+    PromptLogprobs,
     RequestOutput,
     Started,
     StreamEvent,
@@ -54,8 +56,10 @@ def output_to_proto(
     )
     if wants(options, "prompt_token_ids"):
         response.prompt_token_ids.extend(output.prompt_token_ids)
+    response.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
     for completion in output.completions:
         message = response.completions.add(index=completion.index, seed=completion.seed)
+        message.cumulative_logprob = completion.cumulative_logprob or 0.0
         _fill_ending(message, completion, options)
     return response
 
@@ -72,11 +76,14 @@ def output_from_proto(response: pb.GenerateResponse) -> RequestOutput:
                 finish_reason=_reason_from_proto(message.finish_reason) or FinishReason.ERROR,
                 matched_stop=_matched_stop(message),
                 seed=message.seed,
+                logprobs=logprobs_from_proto(message.logprobs),
+                cumulative_logprob=message.cumulative_logprob if message.logprobs else None,
             )
             for message in response.completions
         ],
         usage=_usage_from_proto(response.usage),
         timing=_timing_from_proto(response.timing),
+        prompt_logprobs=logprobs_from_proto(response.prompt_logprobs),
     )
 
 
@@ -95,11 +102,14 @@ def event_to_proto(
         case Started():
             response.started.cached_prompt_tokens = event.cached_prompt_tokens
             response.started.weights_version = info.weights_version
+        case PromptLogprobs():
+            response.prompt_logprobs.first_position = event.first_position
+            response.prompt_logprobs.logprobs.extend(logprobs_to_proto(event.logprobs))
         case Delta():
             response.delta.index = event.index
             _fill_ending(response.delta, event, options)
             delta = response.delta
-            if not (delta.text or delta.token_ids or delta.finish_reason):
+            if not (delta.text or delta.token_ids or delta.logprobs or delta.finish_reason):
                 return None
         case Finished():
             response.finished.usage.CopyFrom(_usage_to_proto(event.usage))
@@ -126,7 +136,12 @@ def event_from_proto(response: pb.StreamResponse) -> StreamEvent | None:
                 token_ids=list(delta.token_ids),
                 finish_reason=_reason_from_proto(delta.finish_reason),
                 matched_stop=_matched_stop(delta),
+                logprobs=logprobs_from_proto(delta.logprobs),
             )
+        case "prompt_logprobs":
+            scored = response.prompt_logprobs
+            logprobs = logprobs_from_proto(scored.logprobs) or []
+            return PromptLogprobs(scored.first_position, logprobs)
         case "finished":
             finished = response.finished
             return Finished(_usage_from_proto(finished.usage), _timing_from_proto(finished.timing))
@@ -144,6 +159,7 @@ def _fill_ending(
         message.text = source.text
     if wants(options, "token_ids"):
         message.token_ids.extend(source.token_ids)
+    message.logprobs.extend(logprobs_to_proto(source.logprobs))
     if source.finish_reason is FinishReason.CANCELLED:
         raise RequestCancelledError("the request was aborted before it ended")
     if source.finish_reason is FinishReason.ERROR:
@@ -217,7 +233,7 @@ _SHARED_INFO_FIELDS = (
     "max_num_seqs",
     "max_queued_requests",
 )
-_DEFAULT_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+_DEFAULT_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _STATS_FIELDS = tuple(field.name for field in admin_pb2.EngineStats.DESCRIPTOR.fields)
 
 
@@ -233,7 +249,6 @@ def info_to_proto(info: ModelInfo) -> pb.GetModelInfoResponse:
     sampling.max_tokens, sampling.min_tokens, sampling.n = 16, 0, 1
     for name in _DEFAULT_SAMPLING_FIELDS:
         setattr(sampling, name, getattr(info, f"default_{name}"))
-    sampling.repetition_penalty = 1.0
     sampling.presence_penalty = sampling.frequency_penalty = 0.0
     response.default_stop.ignore_eos = response.default_stop.include_stop_string = False
     output = response.default_output

@@ -17,7 +17,7 @@ from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
 from jaxpaged.errors import UnsupportedOptionError
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
-from jaxpaged.request import EngineRequest, SequenceStatus
+from jaxpaged.request import EngineRequest, Sequence, SequenceStatus
 from jaxpaged.runner.start import start_runner
 from jaxpaged.scheduler.pool_stats import block_states, used_slots
 from jaxpaged.scheduler.scheduler import Scheduler
@@ -34,11 +34,28 @@ class StepRunner(Protocol):
 
     def dispatch(self, plan: StepPlan) -> Any: ...
 
+    def draw(self, handle: Any, masks: Any) -> None: ...
+
     def collect(self, handle: Any) -> StepResult: ...
 
     def reset(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ProcessorRunner(Protocol):
+    """A runner that lets users' functions change logits."""
+
+    def prepare(self, processor: Any) -> None: ...
+
+
+class MaskMaker(Protocol):
+    """Knows which tokens may follow where a grammar is at work."""
+
+    def masks(self, sequences: list[Sequence]) -> Any:
+        """A row for each sequence: the tokens that may be drawn for it next."""
+        ...
 
 
 @runtime_checkable
@@ -53,8 +70,12 @@ class WeightsRunner(Protocol):
 class Engine:
     """Scheduler and runner, driven one step at a time by one thread."""
 
-    def __init__(self, config: ResolvedConfig, runner: StepRunner):
+    def __init__(
+        self, config: ResolvedConfig, runner: StepRunner, mask_maker: MaskMaker | None = None
+    ):
+        """Without a mask maker no request may have a grammar."""
         self.config = config
+        self._mask_maker = mask_maker
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -74,10 +95,16 @@ class Engine:
         self._checks_integrity = os.environ.get("JAXPAGED_DEBUG") == "1"
 
     @classmethod
-    def start(cls, config: EngineConfig, checkpoint: Checkpoint, cache_home: Path) -> "Engine":
+    def start(
+        cls,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        cache_home: Path,
+        mask_maker: MaskMaker | None = None,
+    ) -> "Engine":
         """Loads the model and compiles; see `runner.start.start_runner`."""
         runner = start_runner(config, checkpoint, cache_home)
-        return cls(runner.config, runner)
+        return cls(runner.config, runner, mask_maker)
 
     # --- the main loop -------------------------------------------------------------------------
 
@@ -106,17 +133,32 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return self.scheduler.take_outputs()
-        result = self.runner.collect(self.runner.dispatch(plan))
-        return self.scheduler.commit(plan, result)
+        handle = self.runner.dispatch(plan)
+        self._draw_masked(plan, handle)
+        return self.scheduler.commit(plan, self.runner.collect(handle))
 
     def _step_overlapped(self) -> StepOutputs:
         plan = self.scheduler.schedule()
         dispatched = None if plan is None else (plan, self.runner.dispatch(plan))
         earlier, self._in_flight = self._in_flight, dispatched
         if earlier is None:
-            return self.scheduler.take_outputs()
-        earlier_plan, handle = earlier
-        return self.scheduler.commit(earlier_plan, self.runner.collect(handle))
+            outputs = self.scheduler.take_outputs()
+        else:
+            earlier_plan, handle = earlier
+            outputs = self.scheduler.commit(earlier_plan, self.runner.collect(handle))
+        if dispatched is not None:
+            self._draw_masked(*dispatched)
+        return outputs
+
+    def _draw_masked(self, plan: StepPlan, handle: Any) -> None:
+        """Draws what waits for masks, which depend on the tokens committed until now.
+
+        They are computed while the device runs the step.
+        """
+        if plan.has_masks:
+            assert self._mask_maker is not None
+            masks = self._mask_maker.masks(self.scheduler.sequences_drawing(plan))
+            self.runner.draw(handle, masks)
 
     def _recover(self, error: Exception) -> StepOutputs:
         # A failed step may have consumed the pool: nothing in it can be trusted.
@@ -134,6 +176,16 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
+
+    def prepare(self, processor: Any) -> None:
+        """Compiles a user's function before a request comes that uses it; in any thread.
+
+        Raises:
+          InvalidFieldError: it fails, or does not give logits.
+        """
+        if not isinstance(self.runner, ProcessorRunner):
+            raise UnsupportedOptionError("logits_processor", "this runner takes no functions")
+        self.runner.prepare(processor)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state and frees its blocks; False if it is unknown."""
@@ -201,10 +253,11 @@ class Engine:
         self.runner.close()
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def load_engine(config: EngineConfig, mask_maker: MaskMaker | None = None) -> Engine:
     """An engine for the model that `config` names, ready to run.
 
     Raises:
       JaxpagedError: the model cannot be loaded, or does not fit as configured.
     """
-    return Engine.start(config, locate(config.model, config.load_format), home_folder())
+    checkpoint = locate(config.model, config.load_format)
+    return Engine.start(config, checkpoint, home_folder(), mask_maker)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from enum import Enum
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.errors import EngineClosedError, JaxpagedError
@@ -45,6 +45,10 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState: ...
+
+    def prepare(self, processor: Any) -> None:
+        """Compiles a logits processor, which takes a while; call it in a thread."""
+        ...
 
     def submit(self, request: EngineRequest) -> None: ...
 
@@ -97,6 +101,9 @@ class ThreadEngineClient:
     @property
     def state(self) -> EngineState:
         return EngineState.READY if self._refusal is None else EngineState.CLOSED
+
+    def prepare(self, processor: Any) -> None:
+        self._engine.prepare(processor)
 
     def submit(self, request: EngineRequest) -> None:
         self._ask(lambda: self._engine.add(request))

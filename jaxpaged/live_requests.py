@@ -113,6 +113,9 @@ class LiveRequests:
             if collector is not None:
                 self._leave_queue(collector)
                 collector.on_started(started)
+        for scored in outputs.scored:
+            if (collector := collectors.get(scored.request_id)) is not None:
+                collector.on_scored(scored)
         for output in outputs.sequences:
             collector = collectors.get(output.request_id)
             if collector is None:

@@ -48,13 +48,27 @@ class PositionLogprobs:
     slots=True
 )  # not frozen: one is made a row and step, and frozen ones cost three times more
 class SequenceOutput:
-    """New tokens of one sequence; `finish_reason` is set in its last one."""
+    """New tokens of one sequence; `finish_reason` is set in its last one.
+
+    `logprobs` has a record for each token, as packed_logprobs.py says; empty when not asked for.
+    """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    logprobs: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the prompt's tokens from `first_position` on, packed likewise."""
+
+    request_id: str
+    first_position: int
+    num_positions: int
+    logprobs: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +94,12 @@ class StepOutputs:
     """Everything one committed step has to tell, to be handled in this order."""
 
     started: list[RequestStarted] = field(default_factory=list)
+    scored: list[PromptScored] = field(default_factory=list)
     sequences: list[SequenceOutput] = field(default_factory=list)
     ended: list[RequestEnded] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.started or self.sequences or self.ended)
+        return bool(self.started or self.scored or self.sequences or self.ended)
 
 
 # --- front -> user -----------------------------------------------------------------------------
@@ -111,8 +126,8 @@ class Timing:
 class Completion:
     """One of a request's n generations, ended.
 
-    `matched_stop` is the stop string or the stop token id that ended it; `logprobs` and
-    `cumulative_logprob` stay None until their option is honoured.
+    `matched_stop` is the stop string or the stop token id that ended it. `logprobs` (one for each
+    token) and their sum are None unless asked for.
     """
 
     index: int
@@ -121,20 +136,24 @@ class Completion:
     finish_reason: FinishReason
     matched_stop: str | int | None
     seed: int
-    logprobs: None = None
+    logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request; completions in the order of their index."""
+    """The answer to one request; completions in the order of their index.
+
+    `prompt_logprobs` has an entry for each token of the prompt, the first one empty; None unless
+    asked for.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     completions: list[Completion]
     usage: Usage
     timing: Timing
-    prompt_logprobs: None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +173,14 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens from `first_position` on, if asked for."""
+
+    first_position: int
+    logprobs: list[PositionLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text and tokens of one sequence; `finish_reason` is set in its last one.
 
@@ -166,6 +193,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +211,7 @@ class Heartbeat:
     queue_position: int
 
 
-StreamEvent = Accepted | Started | Delta | Finished | Heartbeat
+StreamEvent = Accepted | Started | PromptLogprobs | Delta | Finished | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +270,4 @@ class ModelInfo:
     default_top_k: int
     default_top_p: float
     default_min_p: float
+    default_repetition_penalty: float

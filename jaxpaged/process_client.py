@@ -31,7 +31,12 @@ from jaxpaged.engine_messages import (
     encode,
 )
 from jaxpaged.engine_process import MakeEngine, run_engine
-from jaxpaged.errors import EngineClosedError, EngineRestartingError, JaxpagedError
+from jaxpaged.errors import (
+    EngineClosedError,
+    EngineRestartingError,
+    JaxpagedError,
+    UnsupportedOptionError,
+)
 from jaxpaged.outputs import BlockState, EngineStats
 from jaxpaged.request import EngineRequest
 
@@ -106,6 +111,11 @@ class ProcessEngineClient:
     @property
     def state(self) -> EngineState:
         return self._mailbox.state
+
+    def prepare(self, processor: Any) -> None:
+        raise UnsupportedOptionError(
+            "logits_processor", "logits_processor needs the engine in this process: a thread"
+        )
 
     def submit(self, request: EngineRequest) -> None:
         self._mailbox.post(Submit(request))

@@ -38,7 +38,7 @@ class EngineRequest:
     eos_token_ids: frozenset[int]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One of a request's n generations. Only the scheduler changes it.
 
@@ -60,6 +60,7 @@ class Sequence:
       has_device_token: the newest token sits in the device slot of `row`.
       num_published_blocks: leading blocks of the table whose content has a prefix key.
       chain: identity of the last of them (the parent of the next key).
+      next_scored_idx: the prompt token whose log-probability is to be computed next.
     """
 
     request: "Request"
@@ -80,7 +81,19 @@ class Sequence:
     has_device_token: bool = False
     num_published_blocks: int = 0
     chain: int | tuple[str, int, str] | None = None
+    next_scored_idx: int = 1  # nothing precedes the first
     finish_reason: FinishReason | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether log-probabilities of prompt tokens are wanted that no step computes yet."""
+        wanted = self.request.source.params.prompt_logprobs is not None and self.index == 0
+        return wanted and self.next_scored_idx < self.num_prompt_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token is to be drawn after the known ones: only the prompt was wanted."""
+        return len(self.token_ids) >= self.max_total_tokens
 
     @property
     def num_scheduled_total(self) -> int:

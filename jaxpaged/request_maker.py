@@ -11,8 +11,8 @@ from jaxpaged.errors import InvalidFieldError
 from jaxpaged.outputs import ModelInfo
 from jaxpaged.request import EngineRequest
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.sampling_validation import SamplingDefaults, resolve_params, unsupported_defaults
 from jaxpaged.text import Tokenizer, load_tokenizer, render_chat
-from jaxpaged.validation import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class FrontModel:
         """
         located = checkpoint.locate(config.model, config.load_format)
         wishes = located.generation_config if config.generation_config == "auto" else {}
-        for wish in validation.unsupported_defaults(wishes):
+        for wish in unsupported_defaults(wishes):
             logger.warning("the model's generation config asks for %s: not supported yet", wish)
         tokenizer = load_tokenizer(located)
         return cls(
@@ -68,13 +68,16 @@ class RequestMaker:
           JaxpagedError: what is wrong with it.
         """
         model, resolved = self._model, self._resolved
-        token_ids = validation.check_prompt(await self.tokenize(prompt), resolved)
-        options = validation.resolve_params(
-            params or SamplingParams(),
+        params = params or SamplingParams()
+        num_new = 0 if params.max_tokens == 0 else 1
+        token_ids = validation.check_prompt(await self.tokenize(prompt), resolved, num_new=num_new)
+        options = resolve_params(
+            params,
             resolved,
             model.defaults,
             num_prompt_tokens=len(token_ids),
             is_chat=isinstance(prompt, ChatPrompt),
+            eos_token_ids=model.eos_token_ids,
             draw_seed=lambda: self._seeds.getrandbits(64) - 2**63,
         )
         if options.stop and model.tokenizer is None:
@@ -132,6 +135,7 @@ class RequestMaker:
             default_top_k=defaults.top_k,
             default_top_p=defaults.top_p,
             default_min_p=defaults.min_p,
+            default_repetition_penalty=defaults.repetition_penalty,
         )
 
     async def _check_text_length(self, prompt: str | ChatPrompt) -> None:
@@ -140,9 +144,11 @@ class RequestMaker:
         length = len(prompt) if isinstance(prompt, str) else 0
         if isinstance(prompt, ChatPrompt):
             # Every message has a token of its own at least.
-            validation.check_prompt_len(len(prompt.messages), self._resolved, at_least=True)
+            num_messages = len(prompt.messages)
+            validation.check_prompt_len(num_messages, self._resolved, num_new=0, at_least=True)
             length = sum(len(str(m.get("content") or "")) for m in prompt.messages)
         if tokenizer is None or length <= 16 * max_model_len:
             return
         longest = await asyncio.to_thread(tokenizer.max_token_bytes)
-        validation.check_prompt_len(length // longest, self._resolved, at_least=True)
+        num_tokens = length // longest
+        validation.check_prompt_len(num_tokens, self._resolved, num_new=0, at_least=True)

@@ -1,7 +1,7 @@
 """What a user may ask of one request, before and after defaults are filled in."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 MAX_N = 64
@@ -81,7 +81,7 @@ class ResolvedParams:
     Attributes:
       top_k: 0 = off.
       seed: signed 64 bits; sequence i uses seed + i (wrapping).
-      logit_bias: added to the logits of these ids, clamped already.
+      logit_bias: (id, value) pairs, the values clamped already.
       allowed_token_ids: None = all.
       logprobs: how many best tokens are told beside the drawn one; None = nothing is told.
       prompt_logprobs: the same for the prompt's tokens.
@@ -101,7 +101,7 @@ class ResolvedParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     n: int = 1
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: frozenset[int] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()

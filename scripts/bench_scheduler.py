@@ -23,23 +23,7 @@ from jaxpaged.scheduler.scheduler import Scheduler
 from jaxpaged.step_plan import StepPlan, StepResult
 
 BLOCK_SIZE = 16
-PARAMS = ResolvedParams(
-    max_tokens=2**20,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    seed=0,
-    n=1,
-    stop=(),
-    stop_token_ids=frozenset(),
-    ignore_eos=False,
-    include_stop_string=False,
-    skip_special_tokens=True,
-    use_prefix_cache=True,
-    cache_salt="",
-    priority=0,
-)
+PARAMS = ResolvedParams(max_tokens=100_000)
 
 
 def main() -> None:

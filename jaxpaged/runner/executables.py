@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
-from jaxpaged.runner.inputs import StepLayout
+from jaxpaged.runner.inputs import NUM_OPTIONS, StepLayout, sample_inputs
+from jaxpaged.runner.logprobs import score_step, top_logprobs
+from jaxpaged.runner.processors import LogitsProcessor, put_rows, take_rows, vectorised
 from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.step import BatchState, forward_step, sample_step, update_tables
 from jaxpaged.runner.weights import Weights
@@ -24,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Pairs that one call copies, and table entries that one call writes; more take several calls.
 COPY_SIZES = (1, 8, 64)
 MAX_UPDATES = 1024
+# Prompt tokens whose log-probabilities one call computes.
+MAX_SCORED = 64
 
 
 class Executables:
@@ -33,19 +39,30 @@ class Executables:
     """
 
     def __init__(
-        self, weights: Weights, pool: KVPool, state: BatchState, block_size: int, impl: str | None
+        self,
+        weights: Weights,
+        pool: KVPool,
+        state: BatchState,
+        block_size: int,
+        impl: str | None,
     ):
         self.num_compiles = 0
         self._lock = threading.Lock()  # warm-up compiles in threads
         self._weights, self._pool, self._state = jax.tree.map(_shape_of, (weights, pool, state))
         self._pool_sharding = pool.data.sharding
         self._replicated = NamedSharding(weights.structure.mesh, PartitionSpec())
+        shape = (state.token_ids.shape[0], weights.structure.config.vocab_size)
+        adjustments = jax.eval_shape(
+            lambda: Adjustments(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+        )
+        self._adjustments = jax.tree.map(self._replicate, adjustments)
         self._block_size = block_size
         self._impl = impl
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._output_shapes: dict[Bucket, tuple[Any, Any, Any]] = {}
 
     def forward(self, bucket: Bucket) -> Any:
-        """(weights, pool, state, packed) -> (logits, pool, state, sample inputs)."""
+        """(weights, pool, state, packed) -> (logits, pool, state, sample inputs, hidden)."""
         step, packed = self._forward_step(bucket)
         whole = self._replicated
         return self._get(
@@ -53,28 +70,83 @@ class Executables:
             step,
             (self._weights, self._pool, self._state, packed),
             donate=(1, 2),
-            out=(whole, self._pool_sharding, whole, whole),
+            out=(whole, self._pool_sharding, whole, whole, whole),
         )
 
     def sample(self, bucket: Bucket, variant: Variant) -> Any:
         """(logits, state, sample inputs) -> (token ids and flags, state)."""
-        key = ("sample", bucket.num_rows, variant.value)
-        if key in self._compiled:
-            return self._compiled[key]
-        step, packed = self._forward_step(bucket)
-        logits, _, _, inputs = jax.eval_shape(step, self._weights, self._pool, self._state, packed)
-        logits, inputs = jax.tree.map(self._replicate, (logits, inputs))
+        logits, inputs, _ = self._outputs(bucket)
         return self._get(
-            key,
+            ("sample", bucket.num_rows, variant.value),
             partial(sample_step, variant=variant),
             (logits, self._state, inputs),
             donate=(1,),
-            out=self._replicated,
         )
+
+    def adjust(self, bucket: Bucket) -> Any:
+        """(logits, adjustments, sample inputs, masks) -> (logits, adjustments)."""
+        logits, inputs, _ = self._outputs(bucket)
+        masks = self._int32(bucket.num_rows, num_mask_words(logits.shape[1]))
+        arguments = (logits, self._adjustments, inputs, masks)
+        return self._get(("adjust", bucket.num_rows), adjust_step, arguments, donate=(1,))
+
+    def write_row(self) -> Any:
+        """(adjustments, row, tokens, bias) -> adjustments."""
+        row, tokens = self._int32(), self._int32(self._adjustments.tokens.shape[1])
+        bias = jax.ShapeDtypeStruct(tokens.shape, np.float32)
+        arguments = (self._adjustments, row, tokens, bias)
+        return self._get(("write_row",), write_row, arguments, donate=(0,))
+
+    def logprobs(self, bucket: Bucket) -> Any:
+        """(logits, token ids and flags) -> packed[num_rows, packed]."""
+
+        def of_drawn(logits: jax.Array, drawn: jax.Array) -> jax.Array:
+            return top_logprobs(logits, drawn[0])
+
+        logits, _, _ = self._outputs(bucket)
+        drawn = self._replicate(self._int32(2, bucket.num_rows))
+        return self._get(("logprobs", bucket.num_rows), of_drawn, (logits, drawn))
+
+    def take_hidden(self, bucket: Bucket) -> Any:
+        """(hidden, idxs[MAX_SCORED]) -> hidden[MAX_SCORED, hidden_size]."""
+        _, _, hidden = self._outputs(bucket)
+        arguments = (hidden, self._int32(MAX_SCORED))
+        return self._get(("take_hidden", bucket.num_tokens), _take, arguments)
+
+    def score(self, bucket: Bucket) -> Any:
+        """(weights, hidden[MAX_SCORED, hidden_size], token ids) -> packed[MAX_SCORED, packed]."""
+        _, _, hidden = self._outputs(bucket)
+        hidden = self._replicate(jax.ShapeDtypeStruct((MAX_SCORED, hidden.shape[1]), hidden.dtype))
+        arguments = (self._weights, hidden, self._int32(MAX_SCORED))
+        return self._get(("score",), score_step, arguments)
+
+    def take_rows(self, bucket: Bucket, num_rows: int) -> Any:
+        """(logits, adjustments, sample inputs, idxs) -> (logits, states) of `num_rows` rows."""
+        logits, inputs, _ = self._outputs(bucket)
+        arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
+        return self._get(("take_rows", bucket.num_rows), take_rows, arguments)
+
+    def put_rows(self, bucket: Bucket, num_rows: int) -> Any:
+        """(logits, processed rows, idxs) -> logits."""
+        logits, _, _ = self._outputs(bucket)
+        rows = self._replicate(jax.ShapeDtypeStruct((num_rows, logits.shape[1]), logits.dtype))
+        arguments = (logits, rows, self._int32(num_rows))
+        return self._get(("put_rows", bucket.num_rows), put_rows, arguments)
+
+    def process(self, processor: LogitsProcessor, bucket: Bucket, num_rows: int) -> Any:
+        """(logits, states) of rows -> their logits; one program a function, whatever the bucket.
+
+        Raises:
+          InvalidFieldError: the function fails, or does not give logits.
+        """
+        logits, inputs, _ = self._outputs(bucket)
+        arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
+        rows = jax.tree.map(self._replicate, jax.eval_shape(take_rows, *arguments))
+        return self._get(("process", processor), vectorised(processor), rows)
 
     def copy_blocks(self, num_pairs: int) -> Any:
         """(pool, sources, destinations) -> pool."""
-        pairs = jax.ShapeDtypeStruct((num_pairs,), np.int32)
+        pairs = self._int32(num_pairs)
         arguments = (self._pool, pairs, pairs)
         return self._get(
             ("copy_blocks", num_pairs), copy_blocks, arguments, donate=(0,), out=self._pool_sharding
@@ -82,16 +154,33 @@ class Executables:
 
     def update_tables(self) -> Any:
         """(state, updates[MAX_UPDATES, 3]) -> state."""
-        updates = jax.ShapeDtypeStruct((MAX_UPDATES, 3), np.int32)
-        arguments = (self._state, updates)
-        return self._get(
-            ("update_tables",), update_tables, arguments, donate=(0,), out=self._replicated
-        )
+        arguments = (self._state, self._int32(MAX_UPDATES, 3))
+        return self._get(("update_tables",), update_tables, arguments, donate=(0,))
 
     def _forward_step(self, bucket: Bucket) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
         layout = StepLayout.of(bucket, self._block_size)
-        packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        return partial(forward_step, layout=layout, impl=self._impl), packed
+        return partial(forward_step, layout=layout, impl=self._impl), self._int32(layout.size)
+
+    def _outputs(self, bucket: Bucket) -> tuple[Any, Any, Any]:
+        """Shapes of the logits, sample inputs and hidden states that `forward` gives."""
+        if bucket not in self._output_shapes:
+            self._output_shapes[bucket] = self._make_outputs(bucket)
+        return self._output_shapes[bucket]
+
+    def _make_outputs(self, bucket: Bucket) -> tuple[Any, Any, Any]:
+        structure, rows = self._weights.structure, bucket.num_rows
+        config = structure.config
+        logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
+        num_hidden = 0 if bucket.is_decode else bucket.num_tokens
+        hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), structure.dtype)
+        words, flags = self._int32(rows), jax.ShapeDtypeStruct((rows,), np.bool_)
+        options = self._int32(NUM_OPTIONS * rows)
+        inputs = jax.eval_shape(sample_inputs, words, words, words, flags, options)
+        return jax.tree.map(self._replicate, (logits, inputs, hidden))
+
+    @staticmethod
+    def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.int32)
 
     def _replicate(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._replicated)
@@ -102,17 +191,23 @@ class Executables:
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
         *,
-        donate: tuple[int, ...],
-        out: Any,
+        donate: tuple[int, ...] = (),
+        out: Any = None,
     ) -> Any:
+        """Compiles at the first call; outputs are whole on each device unless `out` says more."""
         if key not in self._compiled:
             start = time.monotonic()
+            out = self._replicated if out is None else out
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
             self._compiled[key] = jitted.lower(*arguments).compile()
             with self._lock:
                 self.num_compiles += 1
             logger.info("compiled %s in %.1f s", " ".join(map(str, key)), time.monotonic() - start)
         return self._compiled[key]
+
+
+def _take(hidden: jax.Array, idxs: jax.Array) -> jax.Array:
+    return hidden[idxs]
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

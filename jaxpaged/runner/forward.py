@@ -28,7 +28,7 @@ def forward(
     logit_positions: Int32[Array, " num_logit_rows"],
     *,
     impl: str | None = None,
-) -> tuple[Float32[Array, "num_logit_rows vocab_size"], KVPool]:
+) -> tuple[Float32[Array, "num_logit_rows vocab_size"], KVPool, Hidden]:
     """Runs all layers on every token, the final norm and the head on `logit_positions` only.
 
     Jit it with the pool donated. Every device of the mesh works on its share of the heads and of
@@ -39,16 +39,37 @@ def forward(
       positions: of the tokens in their sequences.
       pool: cut over KV heads (`pool_partition_spec(AXIS_NAME)`).
       logit_positions: indices into `token_ids`.
+
+    Returns:
+      Logits, pool, and what the last layer gave for every token (see `head_logits`).
     """
     whole, pool_spec = PartitionSpec(), pool_partition_spec(AXIS_NAME)
     sharded = jax.shard_map(
         partial(_forward_share, impl=impl),
         mesh=weights.structure.mesh,
         in_specs=(weight_specs(weights.structure), whole, whole, pool_spec, whole, whole),
-        out_specs=(whole, pool_spec),
+        out_specs=(whole, pool_spec, whole),
         check_vma=False,
     )
     return sharded(weights, token_ids, positions, pool, metadata, logit_positions)
+
+
+def head_logits(weights: Weights, hidden: Hidden) -> Float32[Array, "num_tokens vocab_size"]:
+    """The final norm and the head on what `forward` gave for some tokens."""
+
+    def share(weights: Weights, hidden: Hidden) -> Float32[Array, "num_tokens vocab_size"]:
+        model = weights.structure.outer.rebuild(weights.outer)
+        return model.logits(hidden, axis_name=AXIS_NAME)
+
+    whole = PartitionSpec()
+    sharded = jax.shard_map(
+        share,
+        mesh=weights.structure.mesh,
+        in_specs=(weight_specs(weights.structure), whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+    return sharded(weights, hidden)
 
 
 def _forward_share(
@@ -60,7 +81,7 @@ def _forward_share(
     logit_positions: Int32[Array, " num_logit_rows"],
     *,
     impl: str | None,
-) -> tuple[Float32[Array, "num_logit_rows vocab_size"], KVPool]:
+) -> tuple[Float32[Array, "num_logit_rows vocab_size"], KVPool, Hidden]:
     """What one device does."""
     structure = weights.structure
     model = structure.outer.rebuild(weights.outer)
@@ -75,7 +96,7 @@ def _forward_share(
             x, pool = _run_layer(
                 group.structure, layer_arrays, x, pool, layer, rope, metadata, impl=impl
             )
-    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool
+    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
 
 
 def _scan_group(

@@ -5,9 +5,12 @@ from dataclasses import dataclass, fields
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxpaged.runner.buckets import Bucket
+
+# In place of a token id: the one that the row's device slot holds.
+FED_BACK = -1
 
 
 @jax.tree_util.register_dataclass
@@ -18,16 +21,30 @@ class SampleInputs:
     Attributes:
       rows: whose options apply, and whose device slot keeps the token.
       positions: absolute index of the token to draw.
+      last_token_ids: the token before it.
+      is_decode: that token was drawn by the row in an earlier step.
       seeds: high and low word of the 64-bit seed.
+      first_end_position: tokens drawn before it are no end ids.
     """
 
     rows: Int32[Array, " num_samples"]
     positions: Int32[Array, " num_samples"]
+    last_token_ids: Int32[Array, " num_samples"]
+    is_decode: Bool[Array, " num_samples"]
+    seeds: UInt32[Array, "num_samples 2"]
     temperature: Float32[Array, " num_samples"]
     top_k: Int32[Array, " num_samples"]
     top_p: Float32[Array, " num_samples"]
     min_p: Float32[Array, " num_samples"]
-    seeds: UInt32[Array, "num_samples 2"]
+    repetition_penalty: Float32[Array, " num_samples"]
+    presence_penalty: Float32[Array, " num_samples"]
+    frequency_penalty: Float32[Array, " num_samples"]
+    first_end_position: Int32[Array, " num_samples"]
+
+    @property
+    def is_adjusted(self) -> Bool[Array, " num_samples"]:
+        """Rows whose logits change before they draw; their packed repetition penalty is not 0."""
+        return self.repetition_penalty > 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,23 @@ class StepLayout:
         return parts
 
 
-# Rows of the options matrix: temperature, top_k, top_p, min_p, high and low word of the seed.
-NUM_OPTIONS = 6
+@dataclass(frozen=True)
+class SampleOptions:
+    """A row's sampling options as they travel: one int32 each, floats and seed words as bits."""
+
+    temperature: int = 0
+    top_k: int = 0
+    top_p: int = 0
+    min_p: int = 0
+    seed_high: int = 0
+    seed_low: int = 0
+    repetition_penalty: int = 0
+    presence_penalty: int = 0
+    frequency_penalty: int = 0
+    first_end_position: int = 0
+
+
+NUM_OPTIONS = len(fields(SampleOptions))
 
 
 def max_table_updates(bucket: Bucket, block_size: int) -> int:
@@ -95,18 +127,31 @@ def max_table_updates(bucket: Bucket, block_size: int) -> int:
 def sample_inputs(
     rows: Int32[Array, " num_samples"],
     positions: Int32[Array, " num_samples"],
+    last_token_ids: Int32[Array, " num_samples"],
+    is_decode: Bool[Array, " num_samples"],
     options: Int32[Array, " num_options_x_samples"],
 ) -> SampleInputs:
-    """Reads the packed options; floats and seed words travel as the bits of an int32."""
-    temperature, top_k, top_p, min_p, seed_high, seed_low = options.reshape(NUM_OPTIONS, -1)
-    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)  # noqa: E731
-    seeds = jnp.stack([seed_high, seed_low], axis=1)
+    """Reads the packed options, in the order of `SampleOptions`."""
+    names = (option.name for option in fields(SampleOptions))
+    option = dict(zip(names, options.reshape(NUM_OPTIONS, -1), strict=True))
+    seeds = jnp.stack([option.pop("seed_high"), option.pop("seed_low")], axis=1)
+    for name in _FLOAT_OPTIONS:
+        option[name] = jax.lax.bitcast_convert_type(option[name], jnp.float32)
     return SampleInputs(
         rows=rows,
         positions=positions,
-        temperature=as_float(temperature),
-        top_k=top_k,
-        top_p=as_float(top_p),
-        min_p=as_float(min_p),
+        last_token_ids=last_token_ids,
+        is_decode=is_decode,
         seeds=jax.lax.bitcast_convert_type(seeds, jnp.uint32),
+        **option,
     )
+
+
+_FLOAT_OPTIONS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)

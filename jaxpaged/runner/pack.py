@@ -1,9 +1,11 @@
 """Step plan -> packed vector, on the host."""
 
+import dataclasses
+
 import numpy as np
 
 from jaxpaged.runner.buckets import Bucket
-from jaxpaged.runner.inputs import NUM_OPTIONS, StepLayout
+from jaxpaged.runner.inputs import FED_BACK, NUM_OPTIONS, SampleOptions, StepLayout
 from jaxpaged.step_plan import RowStart, StepPlan
 
 
@@ -15,20 +17,29 @@ class Packer:
         self._null_row = max_num_seqs
         # The null row's options stay 0: greedy.
         self._options = np.zeros((NUM_OPTIONS, max_num_seqs + 1), np.int32)
+        # How many best tokens each row wants told; -1 = nothing.
+        self._num_best = np.full(max_num_seqs + 1, -1, np.int32)
         self._templates = {bucket: self._padding(bucket) for bucket in buckets}
 
     def start_rows(self, starts: list[RowStart]) -> None:
         """Takes over the options of sequences that were given a row."""
         for start in starts:
-            floats = np.array([start.temperature, start.top_p, start.min_p], np.float32)
-            temperature, top_p, min_p = floats.view(np.int32)
-            words = np.array([start.seed >> 32, start.seed & 0xFFFFFFFF], np.int64)
-            high, low = words.astype(np.uint32).view(np.int32)
-            self._options[:, start.row] = (temperature, start.top_k, top_p, min_p, high, low)
+            self._options[:, start.row] = dataclasses.astuple(_sample_options(start))
+            num_best = start.params.logprobs
+            self._num_best[start.row] = -1 if num_best is None else num_best
 
     def is_greedy(self, plan: StepPlan) -> bool:
         """Whether every token of the plan is drawn with temperature 0."""
-        return not self._options[0, plan.sample_rows].any()
+        return not self._options[_TEMPERATURE, plan.sample_rows].any()
+
+    def is_adjusted(self, plan: StepPlan) -> bool:
+        """Whether the logits of any token of the plan change before it is drawn."""
+        return bool(self._options[_REPETITION_PENALTY, plan.sample_rows].any())
+
+    def num_best(self, plan: StepPlan) -> np.ndarray | None:
+        """Per token to draw, how many best tokens are to be told; None when nothing is, of any."""
+        num_best = self._num_best[plan.sample_rows]
+        return num_best if (num_best >= 0).any() else None
 
     def pack(
         self, plan: StepPlan, bucket: Bucket, updates: list[tuple[int, int, int]]
@@ -42,6 +53,9 @@ class Packer:
         parts = self._layouts[bucket].split(packed)
         num_rows, num_samples = len(plan.rows), len(plan.sample_rows)
         parts["num_decode_rows"][0] = plan.num_decode_rows
+        parts["token_ids"][: plan.num_decode_rows] = FED_BACK
+        for idx, token_id in plan.known_tokens.items():
+            parts["token_ids"][idx] = token_id
         parts["token_ids"][plan.num_decode_rows : plan.num_tokens] = plan.token_ids
         parts["rows"][:num_rows] = plan.rows
         parts["q_lens"][:num_rows] = plan.q_lens
@@ -65,4 +79,34 @@ class Packer:
         return packed
 
 
+def _sample_options(start: RowStart) -> SampleOptions:
+    params = start.params
+    words = np.array([start.seed >> 32, start.seed & 0xFFFFFFFF], np.int64)
+    seed_high, seed_low = words.astype(np.uint32).view(np.int32).tolist()
+    options = SampleOptions(
+        temperature=_bits(params.temperature),
+        top_k=params.top_k,
+        top_p=_bits(params.top_p),
+        min_p=_bits(params.min_p),
+        seed_high=seed_high,
+        seed_low=seed_low,
+    )
+    if not params.adjusts_logits:
+        return options
+    return dataclasses.replace(
+        options,
+        repetition_penalty=_bits(params.repetition_penalty),
+        presence_penalty=_bits(params.presence_penalty),
+        frequency_penalty=_bits(params.frequency_penalty),
+        first_end_position=start.num_prompt_tokens + params.min_tokens,
+    )
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+_NAMES = [option.name for option in dataclasses.fields(SampleOptions)]
+_TEMPERATURE = _NAMES.index("temperature")
+_REPETITION_PENALTY = _NAMES.index("repetition_penalty")
 _UPDATE_PARTS = ("update_rows", "update_idxs", "update_blocks")

@@ -22,11 +22,13 @@ from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import ResolvedConfig
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.models.config import ModelConfig
+from jaxpaged.packed_logprobs import num_words
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
 from jaxpaged.runner.executables import COPY_SIZES, MAX_UPDATES, Executables
-from jaxpaged.runner.inputs import max_table_updates
+from jaxpaged.runner.inputs import SampleInputs, max_table_updates
 from jaxpaged.runner.pack import Packer
-from jaxpaged.runner.sampling import Variant
+from jaxpaged.runner.processors import LogitsProcessor
+from jaxpaged.runner.sampler import Sampler, new_adjustments
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState
 from jaxpaged.runner.weights import Weights, load_weights
@@ -37,12 +39,26 @@ from kernels_pallas.pool import KVPool, pool_partition_spec
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepHandle:
-    """A dispatched step: where its tokens will be, and how many they are."""
+    """A dispatched step: what it gave so far, all of it still on the device.
 
-    drawn: jax.Array
-    num_samples: int
+    Attributes:
+      logits, inputs: what the draw needs.
+      prompt_logprobs: packed records of each prompt chunk, in slices.
+      drawn: token ids and flags, once `draw` was called.
+      logprobs: packed records of the drawn tokens, when a row asked for them.
+      num_best: how many best tokens each of these rows wants told; -1 = nothing.
+    """
+
+    plan: StepPlan
+    bucket: Bucket
+    logits: jax.Array
+    inputs: SampleInputs
+    prompt_logprobs: list[list[jax.Array]]
+    drawn: jax.Array | None = None
+    logprobs: jax.Array | None = None
+    num_best: np.ndarray | None = None
 
 
 class Runner:
@@ -62,9 +78,11 @@ class Runner:
         )
         self.pool = self._new_pool()
         self._state = self._new_state()
+        adjustments = new_adjustments(config, self._replicated)
         self._executables = Executables(
             weights, self.pool, self._state, config.block_size, config.attention_impl
         )
+        self._sampler = Sampler(self._executables, self._packer, adjustments, config.max_num_seqs)
         self._num_warm_compiles = 0
 
     @property
@@ -76,10 +94,7 @@ class Runner:
         executables = self._executables
         jobs: list[Callable[[], Any]] = [executables.update_tables]
         jobs += [partial(executables.copy_blocks, size) for size in COPY_SIZES]
-        # Samplers depend on the rows alone.
-        by_rows = {bucket.num_rows: bucket for bucket in self._buckets}
-        for variant in Variant:
-            jobs += [partial(executables.sample, bucket, variant) for bucket in by_rows.values()]
+        jobs += self._sampler.programs(self._buckets)
         # The slowest first: they end last otherwise.
         jobs += [partial(executables.forward, bucket) for bucket in self._buckets]
         with (
@@ -92,33 +107,74 @@ class Runner:
         self.collect(self.dispatch(_empty_plan(self.config.max_num_seqs)))
         self._num_warm_compiles = executables.num_compiles
 
+    def prepare(self, processor: LogitsProcessor) -> None:
+        """Compiles a user's function, so that no step has to; in any thread.
+
+        Raises:
+          InvalidFieldError: it fails, or does not give logits.
+        """
+        before = self._executables.num_compiles
+        self._sampler.prepare(processor, self._buckets)
+        self._num_warm_compiles += self._executables.num_compiles - before
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Enqueues a step: block copies, forward, sample."""
+        """Enqueues a step: block copies, forward, and the draw unless it waits for masks."""
         self._packer.start_rows(plan.starts)
+        self._sampler.start_rows(plan.starts)
         self._copy_blocks(plan.copies)
         bucket = pick_bucket(self._buckets, plan)
         updates = self._write_surplus_updates(plan.table_updates, bucket)
         packed = self._packer.pack(plan, bucket, updates)
-        variant = Variant.GREEDY if self._packer.is_greedy(plan) else Variant.RANDOM
         forward = self._executables.forward(bucket)
-        logits, self.pool, self._state, inputs = forward(
+        logits, self.pool, self._state, inputs, hidden = forward(
             self.weights, self.pool, self._state, packed
         )
-        sample = self._executables.sample(bucket, variant)
-        drawn, self._state = sample(logits, self._state, inputs)
+        prompt_logprobs = self._sampler.score_chunks(plan, bucket, self.weights, hidden)
+        handle = StepHandle(plan, bucket, logits, inputs, prompt_logprobs)
+        if not plan.has_masks:
+            self.draw(handle, None)
+        return handle
+
+    def draw(self, handle: StepHandle, masks: np.ndarray | None) -> None:
+        """Enqueues the draw of a dispatched step; before the next one is dispatched.
+
+        Args:
+          masks: of the plan's draws, when it `has_masks`; see `adjust_step`.
+        """
+        plan, bucket = handle.plan, handle.bucket
+        drawn, self._state = self._sampler.draw(
+            plan, bucket, handle.logits, self._state, handle.inputs, masks
+        )
         drawn.copy_to_host_async()
-        return StepHandle(drawn, len(plan.sample_rows))
+        handle.drawn, handle.num_best = drawn, self._packer.num_best(plan)
+        if handle.num_best is not None:
+            logprobs = self._executables.logprobs(bucket)(handle.logits, drawn)
+            logprobs.copy_to_host_async()
+            handle.logprobs = logprobs
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step's tokens."""
-        token_ids, is_finite = np.asarray(handle.drawn)[:, : handle.num_samples].tolist()
-        return StepResult(token_ids, list(map(bool, is_finite)))
+        drawn = np.asarray(handle.drawn)[:, : len(handle.plan.sample_rows)]
+        token_ids, is_finite = drawn.tolist()
+        result = StepResult(token_ids, list(map(bool, is_finite)))
+        if handle.num_best is not None:
+            packed = np.asarray(handle.logprobs)
+            result.logprobs = [
+                row[: num_words(num_best)].tobytes() if num_best >= 0 else b""
+                for row, num_best in zip(packed, handle.num_best.tolist(), strict=False)
+            ]
+        for chunk, slices in zip(handle.plan.prompt_chunks, handle.prompt_logprobs, strict=True):
+            packed = np.concatenate([np.asarray(part) for part in slices])
+            records = packed[: len(chunk.token_ids), : num_words(chunk.num_best)]
+            result.prompt_logprobs.append(records.tobytes())
+        return result
 
     def reset(self) -> None:
         """Makes an empty pool after a failed step, which may have consumed the old one."""
-        _free((self.pool, self._state))  # first: the device may not hold two
+        _free((self.pool, self._state, self._sampler.adjustments))  # the device may not hold two
         self.pool = self._new_pool()
         self._state = self._new_state()
+        self._sampler.adjustments = new_adjustments(self.config, self._replicated)
 
     def load_weights(self, checkpoint: Checkpoint) -> Weights:
         """Weights that can take the place of the present ones without a compile.
@@ -150,7 +206,7 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""
-        _free((self.weights, self.pool, self._state))
+        _free((self.weights, self.pool, self._state, self._sampler.adjustments))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for pairs in _slices(copies, COPY_SIZES[-1]):
@@ -187,12 +243,15 @@ class Runner:
     def _new_state(self) -> BatchState:
         config = self.config
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
-        num_rows = config.max_num_seqs + 1
-        sharding = NamedSharding(self.weights.structure.mesh, PartitionSpec())
+        num_rows, whole = config.max_num_seqs + 1, self._replicated
         return BatchState(
-            token_ids=jnp.zeros(num_rows, jnp.int32, device=sharding),
-            block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=sharding),
+            token_ids=jnp.zeros(num_rows, jnp.int32, device=whole),
+            block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=whole),
         )
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self.weights.structure.mesh, PartitionSpec())
 
 
 def _free(arrays: Any) -> None:

@@ -196,13 +196,17 @@ def _num_blocks_that_fit(config: EngineConfig, weights: Weights, max_num_tokens:
     )
     # A step's widest arrays: the MLP's and the head's, a few of each alive at once, in float32.
     step_bytes = 4 * 4 * (max_num_tokens * model.intermediate_size + 8 * model.vocab_size)
+    # What sampling options keep on each device, and a few copies of all rows while they draw.
+    max_num_seqs, _ = _step_sizes(config)
+    sampling_bytes = (max_num_seqs + 1) * model.vocab_size * (8 + 4 * 4) * config.tensor_parallel
     limit = _memory_bytes() * config.tensor_parallel * config.memory_fraction
-    num_blocks = int((limit - weights.num_bytes - step_bytes) // block_bytes)
+    other_bytes = weights.num_bytes + step_bytes + sampling_bytes
+    num_blocks = int((limit - other_bytes) // block_bytes)
     if num_blocks < 1:
         raise InvalidFieldError(
             "memory_fraction",
             f"memory_fraction={config.memory_fraction} gives {limit / 1e9:.2f} GB, but weights and "
-            f"a step take {(weights.num_bytes + step_bytes) / 1e9:.2f} GB: raise memory_fraction, "
+            f"a step take {other_bytes / 1e9:.2f} GB: raise memory_fraction, "
             f"set num_blocks, or take a smaller model",
         )
     return num_blocks

@@ -2,7 +2,8 @@
 
 Two programs chained on the device, so that shapes and sampling variants add up instead of
 multiplying. The host sends one packed vector to the first and reads one small array from the
-second.
+second. Where a row asks for more, others join the chain: `adjust_step` (adjust.py) and a user's own
+function (processors.py) between the two, `top_logprobs` and `score_step` (logprobs.py) after them.
 """
 
 import typing
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jaxpaged.runner.forward import forward
-from jaxpaged.runner.inputs import SampleInputs, StepLayout, sample_inputs
+from jaxpaged.runner.forward import Hidden, forward
+from jaxpaged.runner.inputs import FED_BACK, SampleInputs, StepLayout, sample_inputs
 from jaxpaged.runner.sampling import Variant, sample_tokens
 from jaxpaged.runner.weights import Weights
 from kernels_pallas.metadata import AttentionMetadata
@@ -50,12 +51,16 @@ def forward_step(
     *,
     layout: StepLayout,
     impl: str | None,
-) -> tuple[Float32[Array, "num_rows vocab"], KVPool, BatchState, SampleInputs]:
+) -> tuple[Float32[Array, "num_rows vocab"], KVPool, BatchState, SampleInputs, Hidden]:
     """Computes the step's tokens and the logits of the positions that draw.
 
     Args:
       pool: donated, and so is `state`.
       packed: laid out by `layout`.
+
+    Returns:
+      Logits, pool, state, what the sampler needs, and what the last layer gave for every token of
+      a step with prompts (of a decode step: for none).
     """
     parts = layout.split(packed)
     updates = jnp.stack([parts["update_rows"], parts["update_idxs"], parts["update_blocks"]], 1)
@@ -71,15 +76,21 @@ def forward_step(
         pool.block_size,
     )
     fed_back = state.token_ids[rows[row_of_token]]
-    is_decode = jnp.arange(layout.token_ids) < num_decode_rows
-    token_ids = jnp.where(is_decode, fed_back, parts["token_ids"])
+    token_ids = jnp.where(parts["token_ids"] == FED_BACK, fed_back, parts["token_ids"])
     sources = parts["sample_sources"]
     logit_positions = jnp.maximum(metadata.cu_q_lens[1:][sources] - 1, 0)
-    logits, pool = forward(
+    logits, pool, hidden = forward(
         weights, token_ids, positions, pool, metadata, logit_positions, impl=impl
     )
-    inputs = sample_inputs(parts["sample_rows"], parts["kv_lens"][sources], parts["sample_options"])
-    return logits, pool, state, inputs
+    inputs = sample_inputs(
+        rows=parts["sample_rows"],
+        positions=parts["kv_lens"][sources],
+        last_token_ids=token_ids[logit_positions],
+        is_decode=sources < num_decode_rows,
+        options=parts["sample_options"],
+    )
+    has_prompts = layout.token_ids > layout.rows
+    return logits, pool, state, inputs, hidden if has_prompts else hidden[:0]
 
 
 def sample_step(

@@ -49,7 +49,9 @@ class KVManager:
     # --- admission -----------------------------------------------------------------------------
 
     def reads_cache(self, sequence: Sequence) -> bool:
-        return self._enable_prefix_caching and sequence.request.source.params.use_prefix_cache
+        """Not where log-probabilities of the prompt are wanted: the cache has none."""
+        params = sequence.request.source.params
+        return self._enable_prefix_caching and params.use_prefix_cache and not sequence.needs_scores
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """Finds the longest cached prefix; at least one token is left to compute."""

@@ -19,6 +19,7 @@ class Roster:
         self.waiting = WaitingQueue()
         self.outputs = StepOutputs()
         self.num_preemptions = 0
+        self.num_masked = 0  # running sequences that a grammar binds
         self._config = config
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
@@ -33,7 +34,8 @@ class Roster:
         assert source.request_id not in self.requests, f"{source.request_id=} runs already"
         # One that never fits would wait at the head of the queue for ever, all others behind it.
         num_prompt, limit = len(source.prompt_token_ids), self._config.max_model_len
-        assert 0 < num_prompt < limit, f"{num_prompt=} must be at least 1 and less than {limit=}"
+        fits = num_prompt + min(source.params.max_tokens, 1) <= limit
+        assert num_prompt > 0 and fits, f"{num_prompt=} must be at least 1 and fit {limit=}"
         request = Request(source, self._num_arrived)
         self._num_arrived += 1
         self.requests[source.request_id] = request
@@ -43,6 +45,7 @@ class Roster:
         """Gives a sequence that has its first blocks a row."""
         sequence.status = SequenceStatus.RUNNING
         sequence.row = self._free_rows.pop()
+        self.num_masked += bool(sequence.request.source.params.grammar)
         insort(self.running, sequence, key=lambda other: other.order)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -70,11 +73,14 @@ class Roster:
         """Ends all sequences of a request, in any state, and tells it."""
         for sequence in request.sequences:
             if sequence.status is not SequenceStatus.FINISHED:
-                self.outputs.sequences.append(
-                    SequenceOutput(request.request_id, sequence.index, (), reason)
-                )
-                self.finish(sequence, reason)
+                self.tell_and_finish(sequence, reason)
         self.forget_finished()
+
+    def tell_and_finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence with no further token; `forget_finished` must follow."""
+        output = SequenceOutput(sequence.request.request_id, sequence.index, (), reason)
+        self.outputs.sequences.append(output)
+        self.finish(sequence, reason)
 
     def forget_finished(self) -> None:
         self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
@@ -95,6 +101,8 @@ class Roster:
         rows = [row_of(s) for s in running] + self._free_rows
         assert sorted(rows) == list(range(self._config.max_num_seqs)), f"rows lost: {rows}"
         assert all(s.row is None for s in sequences if s not in running)
+        masked = [s for s in running if s.request.source.params.grammar]
+        assert len(masked) == self.num_masked
         self.kv.check_integrity(sequences)
 
     def _release(self, sequence: Sequence) -> None:
@@ -103,6 +111,7 @@ class Roster:
         A step in flight may still write there: it runs on the device before any later step.
         """
         self.kv.free(sequence)
+        self.num_masked -= bool(sequence.request.source.params.grammar)
         self._free_rows.append(row_of(sequence))
         sequence.row = None
         sequence.has_device_token = False

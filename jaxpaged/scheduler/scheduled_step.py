@@ -1,10 +1,10 @@
 """A step between its schedule and its commit: the plan, and whom it concerns."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxpaged.request import Sequence
-from jaxpaged.step_plan import RowStart, StepPlan
+from jaxpaged.step_plan import PromptChunk, RowStart, StepPlan
 
 
 @dataclass(slots=True)
@@ -15,6 +15,7 @@ class ScheduledStep:
       scheduled: sequences that compute tokens, forked children included.
       q_lens: how many each computes (a child: as many as its parent).
       sampled: sequences that draw a token, in the order of `plan.sample_rows`.
+      scored: whose prompt each of `plan.prompt_chunks` is from, and where in it the chunk begins.
       preempted: ids of sequences whose blocks were taken after this step was scheduled.
     """
 
@@ -22,6 +23,7 @@ class ScheduledStep:
     scheduled: list[Sequence] = field(default_factory=list)
     q_lens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: set[int] = field(default_factory=set)
 
     def close_decodes(self) -> None:
@@ -37,16 +39,15 @@ class ScheduledStep:
     def start_row(self, sequence: Sequence) -> None:
         """The sequence took a row and has its first blocks."""
         params = sequence.request.source.params
-        self.plan.starts.append(
-            RowStart(
-                row=row_of(sequence),
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=sequence.seed,
+        start = RowStart(row_of(sequence), params, sequence.seed)
+        if params.adjusts_logits:
+            start = replace(
+                start,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                token_ids=tuple(sequence.token_ids),
+                end_token_ids=sequence.end_token_ids,
             )
-        )
+        self.plan.starts.append(start)
         self.update_table(sequence, range(len(sequence.block_table)))
 
     def update_table(self, sequence: Sequence, block_idxs: Iterable[int]) -> None:
@@ -56,6 +57,8 @@ class ScheduledStep:
     def add_chunk(self, sequence: Sequence, chunk: int) -> None:
         """The sequence computes its next `chunk` known tokens, and draws one after the last."""
         plan, done = self.plan, sequence.num_scheduled_total
+        if sequence.needs_scores:
+            self._add_prompt_chunk(sequence, done, done + chunk)
         plan.rows.append(row_of(sequence))
         plan.q_lens.append(chunk)
         plan.kv_lens.append(done + chunk)
@@ -66,11 +69,24 @@ class ScheduledStep:
         """The child draws from the logits of the chunk added last, which it shares."""
         self._book(child, chunk, is_last=True)
 
+    def _add_prompt_chunk(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Wants the log-probabilities of the prompt tokens that follow those at start to stop."""
+        first, last = sequence.next_scored_idx, min(stop, sequence.num_prompt_tokens - 1)
+        if first > last:
+            return  # computed before a preemption
+        num_best = sequence.request.source.params.prompt_logprobs
+        assert num_best is not None
+        token_ids = tuple(sequence.token_ids[first : last + 1])
+        first_idx = self.plan.num_tokens + first - 1 - start
+        self.plan.prompt_chunks.append(PromptChunk(first_idx, token_ids, num_best))
+        self.scored.append((sequence, first))
+        sequence.next_scored_idx = last + 1
+
     def _book(self, sequence: Sequence, chunk: int, *, is_last: bool) -> None:
         self.scheduled.append(sequence)
         self.q_lens.append(chunk)
         sequence.num_inflight_tokens += chunk
-        if is_last:
+        if is_last and not sequence.is_complete:
             self.plan.sample_sources.append(len(self.plan.rows) - 1)
             self.plan.sample_rows.append(row_of(sequence))
             self.sampled.append(sequence)

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import replace
 
 from jaxpaged.config import SchedulerConfig
-from jaxpaged.outputs import SequenceOutput, StepOutputs
+from jaxpaged.outputs import PromptScored, SequenceOutput, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
 from jaxpaged.scheduler.admission import add_chunk, admit_waiting
 from jaxpaged.scheduler.kv_manager import KVManager
@@ -104,6 +104,8 @@ class Scheduler:
             admit_waiting(self.config, roster, step, budget)
         if not step.scheduled:
             return None
+        if roster.num_masked:
+            step.plan.has_masks = any(s.request.source.params.grammar for s in step.sampled)
         self.num_steps += 1
         self._in_flight.append(step)
         return step.plan
@@ -122,7 +124,8 @@ class Scheduler:
             if row is None:
                 continue  # preempted just now
             if not sequence.has_device_token:
-                prefilling.append(sequence)
+                if sequence.num_scheduled_total < len(sequence.token_ids):
+                    prefilling.append(sequence)
                 continue
             position = sequence.num_computed_tokens + sequence.num_inflight_tokens
             if position + 1 >= sequence.max_total_tokens:
@@ -201,23 +204,53 @@ class Scheduler:
             sequence.num_computed_tokens += q_len
             if q_len > 1 or sequence.num_computed_tokens % size == 0:
                 kv.publish(sequence)
-        ended = False
-        sampled = zip(step.sampled, result.token_ids, result.is_finite, strict=True)
-        for sequence, token_id, is_finite in sampled:
+        self._tell_scores(step, result)
+        ended = self._end_complete(step)
+        for i, sequence in enumerate(step.sampled):
             if sequence.status is not SequenceStatus.FINISHED:
                 sequence.num_pending_tokens -= 1
-                ended |= self._book_token(sequence, token_id, is_finite)
+                ended |= self._book_token(sequence, result, i)
         if ended:
             self.roster.forget_finished()
         return self.roster.take_outputs()
 
-    def _book_token(self, sequence: Sequence, token_id: int, is_finite: bool) -> bool:
-        """Appends a drawn token; returns whether it ended the sequence."""
-        source = sequence.request.source
+    def sequences_drawing(self, plan: StepPlan) -> list[Sequence]:
+        """Whose tokens a plan not yet committed draws, in its order."""
+        return next(step.sampled for step in self._in_flight if step.plan is plan)
+
+    def _tell_scores(self, step: ScheduledStep, result: StepResult) -> None:
+        chunks = zip(step.scored, step.plan.prompt_chunks, result.prompt_logprobs, strict=True)
+        for (sequence, first), chunk, logprobs in chunks:
+            if sequence.status is not SequenceStatus.FINISHED:
+                request_id, count = sequence.request.request_id, len(chunk.token_ids)
+                scored = PromptScored(request_id, first, count, logprobs)
+                self.roster.outputs.scored.append(scored)
+
+    def _end_complete(self, step: ScheduledStep) -> bool:
+        """Ends the sequences of which only the prompt was wanted; returns whether there are any."""
+        if len(step.scheduled) == len(step.sampled):
+            return False
+        complete = [
+            s
+            for s in step.scheduled
+            if s.status is SequenceStatus.RUNNING
+            and s.is_complete
+            and s.num_computed_tokens == len(s.token_ids)
+        ]
+        for sequence in complete:
+            self.roster.tell_and_finish(sequence, FinishReason.MAX_TOKENS)
+        return bool(complete)
+
+    def _book_token(self, sequence: Sequence, result: StepResult, at: int) -> bool:
+        """Appends the token drawn at index `at`; returns whether it ended the sequence."""
+        source, token_id = sequence.request.source, result.token_ids[at]
         output = SequenceOutput(source.request_id, sequence.index, (token_id,))
         self.roster.outputs.sequences.append(output)
-        if not is_finite:
-            output.token_ids, output.finish_reason = (), FinishReason.ERROR
+        if result.logprobs is not None:
+            output.logprobs = result.logprobs[at]
+        if not result.is_finite[at]:
+            output.token_ids, output.logprobs = (), b""
+            output.finish_reason = FinishReason.ERROR
             self.kv.unpublish(sequence)
         else:
             sequence.token_ids.append(token_id)

@@ -17,7 +17,7 @@ from jaxpaged.errors import (
     UnsupportedOptionError,
 )
 from jaxpaged.outputs import Accepted
-from jaxpaged.sampling_params import MAX_N
+from jaxpaged.sampling_params import MAX_LOGPROBS, MAX_N
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.rpc import Call
 from jaxpaged.server.serving_state import ServingState
@@ -119,7 +119,7 @@ class InferenceService:
         response.server_version = jaxpaged.__version__
         response.started_at.FromDatetime(self._started_at)
         response.max_n = MAX_N
-        response.max_logprobs = 0  # refused until they are honoured
+        response.max_logprobs = MAX_LOGPROBS
         response.max_request_bytes = self._config.max_request_bytes
         return response
 

@@ -1,6 +1,7 @@
 """Bad input gets one clear line, and the front goes on (SEMANTICS; B33, B35, B52, B53)."""
 
 import asyncio
+import math
 from dataclasses import fields
 
 import numpy as np
@@ -69,18 +70,30 @@ BAD_PARAMS = [
     ({"skip_special_tokens": 0}, "skip_special_tokens=0 must be true or false"),
     ({"use_prefix_cache": 0}, "use_prefix_cache=0 must be true or false"),
     ({"cache_salt": 7}, "cache_salt=7 must be a string"),
+    ({"max_tokens": 0}, "max_tokens=0 must be at least 1, unless n=1 and prompt_logprobs is set"),
+    ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "max_tokens=0 must be .*n=2"),
+    ({"min_tokens": -1}, "min_tokens=-1 must be an integer at least 0"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 must be at most max_tokens=8"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0 must be a finite number > 0"),
+    ({"repetition_penalty": 1e-46}, "repetition_penalty=1e-46 must be a finite number > 0"),
+    ({"repetition_penalty": math.inf}, "repetition_penalty=inf"),
+    ({"presence_penalty": 2.5}, r"presence_penalty=2.5 must be a finite number in \[-2, 2\]"),
+    ({"frequency_penalty": math.nan}, r"frequency_penalty=nan must be .* in \[-2, 2\]"),
+    ({"logit_bias": [5]}, r"logit_bias=\[5\] must map token ids to numbers"),
+    ({"logit_bias": {300: 1.0}}, "a key of logit_bias is 300: ids are 0 to 299"),
+    ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\]=nan must be a finite number"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+    ({"allowed_token_ids": [300]}, r"allowed_token_ids\[0\] is 300: ids are 0 to 299"),
+    (
+        {"allowed_token_ids": [4, 5], "stop_token_ids": [4, 5], "min_tokens": 1},
+        "allowed_token_ids are all EOS or stop ids, which min_tokens=1 forbids",
+    ),
+    ({"logprobs": 21}, "logprobs=21 must be an integer between 0 and 20"),
+    ({"logprobs": -1}, "logprobs=-1 must be an integer between 0 and 20"),
+    ({"prompt_logprobs": 10**9}, "prompt_logprobs=1000000000 must be .* between 0 and 20"),
+    ({"logits_processor": 5}, "logits_processor=5 must be a function"),
 ]
-UNSUPPORTED = {
-    "min_tokens": 1,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.5,
-    "logit_bias": {},
-    "allowed_token_ids": [1],
-    "logprobs": 0,
-    "prompt_logprobs": 0,
-    "priority": 1,
-}
+UNSUPPORTED = {"priority": 1}
 # A value that is not the default, for each field that is obeyed; where that is shown.
 OBEYED = {
     "max_tokens": "test_answers",
@@ -98,6 +111,16 @@ OBEYED = {
     "use_prefix_cache": "test_answers",
     "cache_salt": "test_answers",
     "priority": "below",
+    "min_tokens": "test_penalty_faults",
+    "repetition_penalty": "test_penalty_faults",
+    "presence_penalty": "test_adjust",
+    "frequency_penalty": "test_adjust",
+    "logit_bias": "test_penalty_faults",
+    "allowed_token_ids": "test_adjust",
+    "logprobs": "test_logprob_faults",
+    "prompt_logprobs": "test_logprob_faults",
+    "constraint": "test_constraints",
+    "logits_processor": "test_processors",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxpaged import LLM
 from jaxpaged.errors import CheckpointError, InvalidFieldError, ModelNotFoundError
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.validation import SamplingDefaults
+from jaxpaged.sampling_validation import SamplingDefaults
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAN = float("nan")
@@ -103,7 +103,7 @@ def test_defaults_of_the_generation_config():
 
 
 def test_defaults_reach_a_request_and_can_be_turned_off(model_folder, caplog):
-    wishes = {"do_sample": False, "eos_token_id": [2, 7], "repetition_penalty": 1.3}
+    wishes = {"do_sample": False, "eos_token_id": [2, 7], "min_new_tokens": 3}
     (model_folder / "generation_config.json").write_text(json.dumps(wishes))
     options = {"max_num_seqs": 1, "max_num_tokens": 16, "num_blocks": 100}
     with LLM(str(model_folder), **options) as llm:
@@ -113,7 +113,7 @@ def test_defaults_reach_a_request_and_can_be_turned_off(model_folder, caplog):
         prompt, tokens = case["prompt_token_ids"], case["output_token_ids"]
         (output,) = llm.generate(prompt, SamplingParams(max_tokens=8), use_tqdm=False)
         assert output.completions[0].token_ids == tokens[:8]
-    assert "repetition_penalty=1.3: not supported yet" in caplog.text
+    assert "min_new_tokens=3: not supported yet" in caplog.text
     with LLM(str(model_folder), generation_config="none", **options) as llm:
         assert llm.info.default_temperature == 1
         outputs = llm.generate([prompt] * 3, SamplingParams(max_tokens=8), use_tqdm=False)

@@ -42,6 +42,7 @@ MODEL_INFO = ModelInfo(
     default_top_k=40,
     default_top_p=0.75,
     default_min_p=0.0,
+    default_repetition_penalty=1.0,
 )
 STATS = EngineStats(
     running_requests=1,

@@ -5,7 +5,8 @@ keys and values do. Whatever is drawn depends on that digest, read back through 
 table: a wrong table, copy, position or shared block changes the tokens.
 """
 
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 
 from jaxpaged.step_plan import RowStart, StepPlan, StepResult
 
@@ -52,7 +53,10 @@ class FakeRunner:
         self._copy(plan)
         self._check_writers(plan)
         self._compute(plan)
-        return self._draw(plan)
+        return replace(self._draw(plan), prompt_logprobs=self._score(plan))
+
+    def draw(self, handle: StepResult, masks: object) -> None:
+        """Everything was drawn already; masks change nothing here."""
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -109,7 +113,7 @@ class FakeRunner:
             zip(plan.rows, plan.q_lens, plan.kv_lens, strict=True)
         ):
             if at < plan.num_decode_rows:
-                token = self._device_tokens[row]
+                token = plan.known_tokens.get(at, self._device_tokens[row])
                 assert token is not None, f"row {row} decodes, but nothing was drawn for it"
                 tokens = [token]
             else:
@@ -127,12 +131,23 @@ class FakeRunner:
             digest = self._read_prefix(plan.rows[source], plan.kv_lens[source])
             options = self._options[sample_row]
             assert options is not None, f"row {sample_row} draws, but was never started"
-            seed = options.seed if options.temperature else None
+            seed = options.seed if options.params.temperature else None
             token = draw_token(digest, seed, self._vocab_size)
             self._device_tokens[sample_row] = token
             drawn.append(token)
             is_finite.append(token != self._non_finite_token_id)
         return StepResult(drawn, is_finite)
+
+    def _score(self, plan: StepPlan) -> list[bytes]:
+        """A record for each prompt token that is asked for: itself, and the token before it."""
+        assert all(idx >= plan.num_decode_rows for idx in (c.first_idx for c in plan.prompt_chunks))
+        scored = []
+        for chunk in plan.prompt_chunks:
+            first = chunk.first_idx - plan.num_decode_rows
+            before = plan.token_ids[first : first + len(chunk.token_ids)]
+            pairs = zip(chunk.token_ids, before, strict=True)
+            scored.append(b"".join(struct.pack("=fi", *pair) for pair in pairs))
+        return scored
 
     def _read_prefix(self, row: int, num_tokens: int) -> int:
         """Reads all slots of a row's prefix through its table; returns the last one's digest."""

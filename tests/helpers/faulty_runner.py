@@ -43,6 +43,9 @@ class FaultyRunner:
             raise RuntimeError("injected: the pool is gone")
         return handle
 
+    def draw(self, handle: StepHandle, masks: Any) -> None:
+        self.runner.draw(handle, masks)
+
     def collect(self, handle: StepHandle) -> StepResult:
         self._num_collected += 1
         result = self.runner.collect(handle)

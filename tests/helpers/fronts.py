@@ -13,8 +13,8 @@ from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.engine import Engine
 from jaxpaged.llm import LLM
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.text import Tokenizer
-from jaxpaged.validation import SamplingDefaults
 
 MODEL_VOCAB_SIZE = 300  # wider than the tokenizer, as many models are
 

@@ -6,41 +6,11 @@ from jaxpaged.request import EngineRequest
 from jaxpaged.sampling_params import ResolvedParams
 
 
-def make_params(
-    *,
-    max_tokens: int = 4,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    n: int = 1,
-    stop: tuple[str, ...] = (),
-    stop_token_ids: Iterable[int] = (),
-    ignore_eos: bool = False,
-    include_stop_string: bool = False,
-    skip_special_tokens: bool = True,
-    use_prefix_cache: bool = True,
-    cache_salt: str = "",
-    priority: int = 0,
-) -> ResolvedParams:
-    return ResolvedParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        n=n,
-        stop=stop,
-        stop_token_ids=frozenset(stop_token_ids),
-        ignore_eos=ignore_eos,
-        include_stop_string=include_stop_string,
-        skip_special_tokens=skip_special_tokens,
-        use_prefix_cache=use_prefix_cache,
-        cache_salt=cache_salt,
-        priority=priority,
-    )
+def make_params(**options) -> ResolvedParams:
+    """Greedy, 4 tokens, unless told otherwise."""
+    defaults = {"max_tokens": 4, "temperature": 0.0}
+    stop_token_ids = frozenset(options.pop("stop_token_ids", ()))
+    return ResolvedParams(**(defaults | options), stop_token_ids=stop_token_ids)
 
 
 def make_request(

@@ -23,8 +23,8 @@ from jaxpaged.engine_client import ThreadEngineClient
 from jaxpaged.errors import CheckpointError
 from jaxpaged.process_client import ProcessEngineClient
 from jaxpaged.request_maker import FrontModel
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.step_plan import StepPlan, StepResult
-from jaxpaged.validation import SamplingDefaults
 
 # Ids in a prompt: what the step does that computes them.
 RAISE, EXIT, STALL, NON_FINITE = 250, 251, 252, 253
@@ -65,7 +65,7 @@ class FaultyRunner(FakeRunner):
         self._find_bad_rows(plan)
         result = super().dispatch(replace(plan, step_id=plan.step_id - self._first_step))
         is_finite = [row not in self._bad_rows for row in plan.sample_rows]
-        return StepResult(result.token_ids, is_finite)
+        return replace(result, is_finite=is_finite)
 
     def _find_bad_rows(self, plan: StepPlan) -> None:
         start = 0

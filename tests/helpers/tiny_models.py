@@ -136,7 +136,7 @@ jitted_forward = jax.jit(forward, static_argnames="impl")
 
 def run_step(weights: Weights, inputs: StepInputs, pool: KVPool) -> tuple[np.ndarray, KVPool]:
     """Logits of each row's last token."""
-    logits, pool = jitted_forward(
+    logits, pool, _ = jitted_forward(
         weights,
         inputs.token_ids,
         inputs.positions,

@@ -33,10 +33,21 @@ OPTIONS = [
 
 def make_inputs(num_rows, *, seeds=None, positions=None, rows=None, **options):
     """Options for every row, each one value or a list."""
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    defaults = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "first_end_position": 0,
+    }
     arrays = {
         name: np.broadcast_to(
-            np.asarray(options.get(name, value), np.int32 if name == "top_k" else np.float32),
+            np.asarray(
+                options.get(name, value), np.int32 if isinstance(value, int) else np.float32
+            ),
             num_rows,
         )
         for name, value in defaults.items()
@@ -46,6 +57,8 @@ def make_inputs(num_rows, *, seeds=None, positions=None, rows=None, **options):
     return SampleInputs(
         rows=jnp.asarray(np.arange(num_rows) if rows is None else rows, jnp.int32),
         positions=jnp.asarray(np.arange(num_rows) if positions is None else positions, jnp.int32),
+        last_token_ids=jnp.zeros(num_rows, jnp.int32),
+        is_decode=jnp.zeros(num_rows, bool),
         seeds=jnp.asarray(words),
         **{name: jnp.asarray(array) for name, array in arrays.items()},
     )

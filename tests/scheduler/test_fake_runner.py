@@ -2,14 +2,14 @@
 
 import pytest
 from helpers.fake_runner import FakeRunner, expected_tokens
-from helpers.requests import make_request, prompt
+from helpers.requests import make_params, make_request, prompt
 from helpers.scheduler_driver import solo_run
 
 from jaxpaged.step_plan import RowStart, StepPlan
 
 
 def start(row: int) -> RowStart:
-    return RowStart(row=row, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    return RowStart(row, make_params(), seed=0)
 
 
 def make_runner() -> FakeRunner:

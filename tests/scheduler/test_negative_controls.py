@@ -15,6 +15,7 @@ from jaxpaged.scheduler.prefix_cache import PrefixCache
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
 from jaxpaged.scheduler.scheduler import Scheduler
+from jaxpaged.step_plan import StepResult
 
 MAX_WORLDS = 120
 
@@ -101,11 +102,11 @@ def evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
 
 
 def end_at_no_stop_token(patch: pytest.MonkeyPatch) -> None:
-    def book_token(self: Scheduler, sequence: Sequence, token_id: int, is_finite: bool) -> bool:
-        if sequence.end_token_ids and token_id in sequence.end_token_ids:
-            sequence.token_ids.append(token_id)
+    def book_token(self: Scheduler, sequence: Sequence, result: StepResult, at: int) -> bool:
+        if result.token_ids[at] in sequence.end_token_ids:
+            sequence.token_ids.append(result.token_ids[at])
             return False
-        return _book_token(self, sequence, token_id, is_finite)
+        return _book_token(self, sequence, result, at)
 
     patch.setattr(Scheduler, "_book_token", book_token)
 

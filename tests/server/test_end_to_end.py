@@ -17,10 +17,10 @@ from jaxpaged.outputs import Accepted, Delta, Finished
 from jaxpaged.request import FinishReason
 from jaxpaged.runner.runner import Runner
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.lifecycle import Server
 from jaxpaged.text import Tokenizer, load_tokenizer
-from jaxpaged.validation import SamplingDefaults
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 
@@ -133,7 +133,8 @@ def test_refusals_leave_the_server_serving(tiny_runner, goldens):
             ([1], {"max_tokens": 0}, errors.InvalidFieldError, "max_tokens=0"),
             ([1], {"top_p": 0.0}, errors.InvalidFieldError, "top_p=0.0"),
             ([1], {"temperature": float("nan")}, errors.InvalidFieldError, "temperature=nan"),
-            ([1], {"logprobs": 3}, errors.UnsupportedOptionError, "logprobs=3"),
+            ([1], {"logprobs": 21}, errors.InvalidFieldError, "logprobs=21"),
+            ([1], {"priority": 1}, errors.UnsupportedOptionError, "priority=1"),
             ("x" * 10_000_000, {}, errors.ContextTooLongError, "at least"),
         ]:
             with pytest.raises(kind, match=line):
