@@ -121,7 +121,7 @@ def adjust_logits(
     repetition = of_row(inputs.repetition_penalty)
     repeated = jnp.where(biased > 0, biased / repetition, biased * repetition)
     penalised = jnp.where((count > 0) | (tokens & IN_PROMPT > 0), repeated, biased)
-    penalised -= of_row(inputs.frequency_penalty) * count
+    penalised -= of_row(inputs.frequency_penalty) * count.astype(jnp.float32)
     penalised -= jnp.where(count > 0, of_row(inputs.presence_penalty), 0.0)
     return jnp.where(of_row(inputs.is_adjusted), penalised, logits)
 

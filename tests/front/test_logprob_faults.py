@@ -144,7 +144,12 @@ def test_a_stop_string_cuts_logprobs_with_the_ids(include: bool, overlap: bool, 
     """B43: a stop string of three tokens; streamed and unary tell the same."""
     runner, prompt = tiny_runner(MODEL), prompt_of(9)
     free = SamplingParams(
-        max_tokens=30, temperature=1.0, seed=2, logprobs=1, allowed_token_ids=LETTERS
+        max_tokens=30,
+        temperature=1.0,
+        seed=2,
+        logprobs=1,
+        allowed_token_ids=LETTERS,
+        use_prefix_cache=False,  # a hit computes in other widths, which round otherwise
     )
     text = ask(runner, prompt, free).completions[0].text
     assert len(text) == 30
@@ -173,7 +178,7 @@ def check_deltas(deltas: list[Delta], unary: RequestOutput) -> None:
     assert "".join(delta.text for delta in deltas) == completion.text
 
 
-@pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("num_blocks", [100, 6], ids=["roomy", "preempting"])
 def test_each_of_n_sequences_has_its_own(num_blocks: int, tiny_runner):
     """B43: the first tokens of all of them come from one row of logits."""
     prompt = prompt_of(20)
@@ -181,7 +186,7 @@ def test_each_of_n_sequences_has_its_own(num_blocks: int, tiny_runner):
         max_tokens=40, temperature=3.0, seed=9, n=4, logprobs=2, stop_token_ids=[40, 41, 42, 43]
     )
     output = ask(tiny_runner(MODEL), prompt, params, num_blocks=num_blocks)
-    assert (output.usage.preemptions > 0) == (num_blocks == 10)
+    assert (output.usage.preemptions > 0) == (num_blocks == 6)
     assert len({tuple(completion.token_ids) for completion in output.completions}) == 4
     for completion in output.completions:
         check_output(completion.logprobs or [], prompt, completion.token_ids, 2)

@@ -13,8 +13,8 @@ from jaxpaged.engine import Engine
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.runner.runner import Runner, StepHandle
 from jaxpaged.sampling_params import Prompt, SamplingParams
+from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.step_plan import StepPlan, StepResult
-from jaxpaged.validation import SamplingDefaults
 
 BeforeDispatch = Callable[[Engine, int], object]
 
@@ -41,6 +41,9 @@ class KeptRunner:
         self.plans.append(plan)
         self.interrupt(len(self.plans))
         return self._runner.dispatch(plan)
+
+    def draw(self, handle: StepHandle, masks: Any) -> None:
+        self._runner.draw(handle, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:
         return self._runner.collect(handle)
