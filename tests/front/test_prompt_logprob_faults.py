@@ -12,6 +12,7 @@ from helpers.scheduler_driver import preempt
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.engine import Engine
 from jaxpaged.errors import ContextTooLongError, InvalidFieldError
+from jaxpaged.outputs import Delta, PromptLogprobs
 from jaxpaged.request import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 
@@ -147,3 +148,46 @@ def test_no_tokens_are_for_scoring_alone(tiny_runner):
         return await llm.generate(prompt_of(5), SamplingParams(max_tokens=1))
 
     assert len(tokens_of(with_model_front(tiny_runner(MODEL), body, num_blocks=4))) == 1
+
+
+@OVERLAP
+def test_a_prompt_is_told_once_whoever_computes_it_again(overlap: bool, tiny_runner):
+    """B21: sequences that find no row compute the prompt again, and so does a preempted one."""
+    prompt = prompt_of(40)
+
+    def interrupt(engine: Engine, num_steps: int) -> None:
+        if num_steps == 9:
+            preempt(engine.scheduler, next(iter(engine.scheduler.roster.running)))
+
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=4, prompt_logprobs=1)
+    runner = tiny_runner(MODEL)
+    options = {"max_num_seqs": 2, "max_num_tokens": 16, "overlap": overlap}
+    output = ask(runner, prompt, params, interrupt=interrupt, **options)
+    assert output.usage.preemptions == 1
+    check_prompt(output.prompt_logprobs or [], prompt, 1)
+    undisturbed = ask(runner, prompt, replace(params, prompt_logprobs=None))
+    for i in range(4):
+        assert tokens_of(output, i) == tokens_of(undisturbed, i)
+
+
+def test_a_stream_tells_the_prompt_before_the_output(tiny_runner):
+    """B08, B43: in order, without gaps, and the same as the whole answer."""
+    prompt = prompt_of(40)
+    params = SamplingParams(
+        max_tokens=4, temperature=0, prompt_logprobs=2, use_prefix_cache=False, n=2
+    )
+
+    async def body(llm: AsyncLLM):
+        unary = await llm.generate(prompt, params)
+        return unary, [event async for event in llm.stream_events(prompt, params)]
+
+    unary, events = with_model_front(tiny_runner(MODEL), body, max_num_tokens=16)
+    told = []
+    for event in events:
+        if isinstance(event, PromptLogprobs):
+            assert event.first_position == len(told)
+            told += event.logprobs
+        if isinstance(event, Delta):
+            assert len(told) == 40, "a delta came before the prompt's last entry"
+    assert told == unary.prompt_logprobs
+    check_prompt(told, prompt, 2)
