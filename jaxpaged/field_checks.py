@@ -13,11 +13,20 @@ MAX_FLOAT = 3.4028234e38
 MIN_FLOAT = 1.1754944e-38
 
 
-def check_float(name: str, value: Any, is_ok: Callable[[float], bool], limit: str) -> float:
+def check_float(
+    name: str,
+    value: Any,
+    is_ok: Callable[[float], bool] = lambda value: True,
+    limit: str = "",
+    *,
+    field: str | None = None,
+) -> float:
+    """`field` is the field's name where `name` is that of a part of it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared, not asked `math.isfinite`: that fails on an integer above every float.
     if not (is_number and abs(value) <= MAX_FLOAT and is_ok(value)):
-        raise InvalidFieldError(name, f"{name}={value!r} must be a finite number {limit}")
+        line = f"{name}={value!r} must be a finite number {limit}".rstrip()
+        raise InvalidFieldError(field or name, line)
     return float(value)
 
 

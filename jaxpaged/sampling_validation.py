@@ -173,7 +173,7 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> tuple[tuple[int, floa
     checked = []
     for token_id, value in (logit_bias or {}).items():
         number = check_id("a key of logit_bias", token_id, vocab_size, field="logit_bias")
-        value = check_float(f"logit_bias[{number}]", value, lambda _: True, "")
+        value = check_float(f"logit_bias[{number}]", value, field="logit_bias")
         checked.append((number, min(100.0, max(-100.0, value))))
     return tuple(checked)
 
