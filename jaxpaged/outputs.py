@@ -51,6 +51,7 @@ class SequenceOutput:
     """New tokens of one sequence; `finish_reason` is set in its last one.
 
     `logprobs` has a record for each token, as packed_logprobs.py says; empty when not asked for.
+    `cumulative_logprob` is told of the hypotheses of a beam search.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: bytes = b""
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,16 @@ class RequestStarted:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """All sequences of a request have ended; nothing more comes for this id."""
+    """All sequences of a request have ended; nothing more comes for this id.
+
+    `block_saving` is told of a beam search: the share of its block tables' entries that took no
+    block of their own.
+    """
 
     request_id: str
     num_preemptions: int
     error: str | None = None  # what went wrong in the engine, when a step failed
+    block_saving: float | None = None
 
 
 @dataclass(slots=True)

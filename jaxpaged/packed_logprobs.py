@@ -38,3 +38,8 @@ def unpack_logprobs(
         chosen = TokenLogprob(token_id, logprob, rank, token_bytes(token_id))
         positions.append(PositionLogprobs(chosen, top))
     return positions
+
+
+def unpack_best(record: bytes) -> list[tuple[int, float]]:
+    """The best tokens of one record and their log-probabilities."""
+    return list(struct.iter_unpack("=if", record[num_words(0) * WORD_BYTES :]))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from jaxpaged.sampling_params import ResolvedParams, sequence_seed
 
@@ -60,6 +61,7 @@ class Sequence:
       has_device_token: the newest token sits in the device slot of `row`.
       num_published_blocks: leading blocks of the table whose content has a prefix key.
       chain: identity of the last of them (the parent of the next key).
+      awaits_selection: a beam whose candidates are known, while other beams' are not.
       next_scored_idx: the prompt token whose log-probability is to be computed next.
     """
 
@@ -81,6 +83,7 @@ class Sequence:
     has_device_token: bool = False
     num_published_blocks: int = 0
     chain: int | tuple[str, int, str] | None = None
+    awaits_selection: bool = False
     next_scored_idx: int = 1  # nothing precedes the first
     finish_reason: FinishReason | None = None
 
@@ -110,11 +113,16 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """An `EngineRequest` and its sequences while it is in the scheduler.
 
-    Only sequence 0 exists until its prompt is computed; then the others fork from it.
+    Only sequence 0 exists until its prompt is computed; then the others fork from it. In a beam
+    search sequences come and go, and their index only tells them apart.
+
+    Attributes:
+      beams: a beam search's `BeamGroup`, once its prompt is computed.
+      block_saving: see `RequestEnded`.
     """
 
     source: EngineRequest
@@ -123,14 +131,22 @@ class Request:
     num_unfinished: int = 0
     started: bool = False
     num_preemptions: int = 0
+    num_sequences_made: int = 0
+    beams: Any = None
+    block_saving: float | None = None
+
+    @property
+    def is_beam_search(self) -> bool:
+        return self.source.params.beam is not None
 
     @property
     def request_id(self) -> str:
         return self.source.request_id
 
-    def new_sequence(self, index: int, max_model_len: int) -> Sequence:
-        """Makes sequence `index`, its tokens the prompt's, and counts it as unfinished."""
-        source = self.source
+    def new_sequence(self, max_model_len: int) -> Sequence:
+        """Makes the next sequence, its tokens the prompt's, and counts it as unfinished."""
+        source, index = self.source, self.num_sequences_made
+        self.num_sequences_made += 1
         num_prompt = len(source.prompt_token_ids)
         sequence = Sequence(
             request=self,

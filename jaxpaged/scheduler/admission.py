@@ -20,12 +20,15 @@ def admit_waiting(
     # Free blocks that prompts under way will need.
     num_owed = sum(_num_blocks_missing(sequence, size) for sequence in prefilling)
     pending_blocks = PendingBlocks(size, roster.running)
-    deferred = []
+    deferred, parked = [], []
     # A deferred sequence keeps its claim on a row.
     while budget and len(deferred) < roster.num_free_rows:
         sequence = roster.waiting.peek()
         if sequence is None:
             break
+        if sequence.awaits_selection:
+            parked.append(roster.waiting.pop())
+            continue
         match = kv.match(sequence)
         waits = kv.reads_cache(sequence) and pending_blocks.continue_better(sequence, match)
         if waits or sequence.num_pending_tokens:
@@ -40,7 +43,7 @@ def admit_waiting(
         budget -= chunk
         num_owed += _num_blocks_missing(sequence, size)
         pending_blocks.add(sequence)
-    for sequence in deferred:
+    for sequence in deferred + parked:
         roster.waiting.push(sequence)
 
 
@@ -50,10 +53,11 @@ def add_chunk(
     """Books a chunk whose blocks are in the table; the prompt's last one forks the request."""
     step.add_chunk(sequence, chunk)
     request = sequence.request
-    if not sequence.has_device_token or len(request.sequences) == request.source.params.n:
+    num_sequences = 1 if request.is_beam_search else request.source.params.n
+    if not sequence.has_device_token or len(request.sequences) >= num_sequences:
         return
-    for index in range(1, request.source.params.n):
-        child = request.new_sequence(index, config.max_model_len)
+    for _ in range(1, num_sequences):
+        child = request.new_sequence(config.max_model_len)
         if not roster.num_free_rows:
             # It waits without blocks, and will find the prompt in the cache.
             roster.waiting.push(child)

@@ -1,6 +1,7 @@
 """Who is in the house: every request and sequence, and what each holds (a row, blocks, a place)."""
 
 from bisect import insort
+from dataclasses import replace
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import RequestEnded, SequenceOutput, StepOutputs
@@ -39,7 +40,7 @@ class Roster:
         request = Request(source, self._num_arrived)
         self._num_arrived += 1
         self.requests[source.request_id] = request
-        self.waiting.push(request.new_sequence(0, self._config.max_model_len))
+        self.waiting.push(request.new_sequence(self._config.max_model_len))
 
     def start(self, sequence: Sequence) -> None:
         """Gives a sequence that has its first blocks a row."""
@@ -67,13 +68,27 @@ class Roster:
         request.num_unfinished -= 1
         if not request.num_unfinished:
             del self.requests[request.request_id]
-            self.outputs.ended.append(RequestEnded(request.request_id, request.num_preemptions))
+            ended = RequestEnded(request.request_id, request.num_preemptions)
+            self.outputs.ended.append(replace(ended, block_saving=request.block_saving))
 
     def finish_all(self, request: Request, reason: FinishReason) -> None:
         """Ends all sequences of a request, in any state, and tells it."""
-        for sequence in request.sequences:
-            if sequence.status is not SequenceStatus.FINISHED:
+        for sequence in list(request.sequences):
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            if request.is_beam_search:  # no beam is one of the n answers yet
+                self.finish(sequence, reason)
+            else:
                 self.tell_and_finish(sequence, reason)
+        self.forget_finished()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Lets go of a beam that does not live on; another of its request does."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.request.sequences.remove(sequence)
+        sequence.request.num_unfinished -= 1
         self.forget_finished()
 
     def tell_and_finish(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -20,6 +20,7 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import PromptScored, SequenceOutput, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
 from jaxpaged.scheduler.admission import add_chunk, admit_waiting
+from jaxpaged.scheduler.beam_group import BeamGroup
 from jaxpaged.scheduler.kv_manager import KVManager
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
@@ -44,6 +45,7 @@ class Scheduler:
         self.roster = Roster(config)
         self.num_steps = 0
         self._in_flight: deque[ScheduledStep] = deque()
+        self._ready_beams: list[BeamGroup] = []
 
     @property
     def kv(self) -> KVManager:
@@ -77,6 +79,7 @@ class Scheduler:
 
     def fail_all(self, error: str) -> StepOutputs:
         """After a failed step: every request ends with `error`, pool and cache are empty."""
+        self._ready_beams.clear()
         num_ended = len(self.roster.outputs.ended)  # aborted before, not failed
         self._in_flight.clear()
         for request in list(self.roster.requests.values()):
@@ -92,6 +95,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Decides the next step; None when nothing can be computed before the next commit."""
         roster, step = self.roster, ScheduledStep(StepPlan(self.num_steps + 1))
+        self._select_beams(step)
         num_preemptions = roster.num_preemptions
         prefilling = self._schedule_decodes(step)
         budget = self.config.max_num_tokens - len(step.scheduled)
@@ -102,6 +106,8 @@ class Scheduler:
         calm = roster.num_preemptions == num_preemptions
         if budget and calm and roster.num_free_rows and roster.waiting:
             admit_waiting(self.config, roster, step, budget)
+        if not step.scheduled and not self._in_flight:
+            self._make_beams_way(step, budget)
         if not step.scheduled:
             return None
         if roster.num_masked:
@@ -111,7 +117,7 @@ class Scheduler:
         return step.plan
 
     def _schedule_decodes(self, step: ScheduledStep) -> list[Sequence]:
-        """Gives every sequence whose newest token is on the device one token to compute.
+        """Gives every sequence that is one token behind, and every beam likewise, that to compute.
 
         Returns:
           The running sequences that are further behind.
@@ -124,9 +130,11 @@ class Scheduler:
             if row is None:
                 continue  # preempted just now
             if not sequence.has_device_token:
-                if sequence.num_scheduled_total < len(sequence.token_ids):
-                    prefilling.append(sequence)
-                continue
+                num_missing = len(sequence.token_ids) - sequence.num_scheduled_total
+                if num_missing != 1 or not sequence.request.is_beam_search:
+                    if num_missing:
+                        prefilling.append(sequence)
+                    continue
             position = sequence.num_computed_tokens + sequence.num_inflight_tokens
             if position + 1 >= sequence.max_total_tokens:
                 continue  # the pending token is its last
@@ -135,6 +143,8 @@ class Scheduler:
                 block_idx == len(table) or references[table[block_idx]] > 1
             ) and not self._make_writable(step, sequence, block_idx):
                 continue
+            if not sequence.has_device_token:  # a beam's token is chosen here
+                step.plan.known_tokens[len(rows)] = sequence.token_ids[-1]
             sequence.num_inflight_tokens += 1
             sequence.num_pending_tokens += 1
             scheduled.append(sequence)
@@ -142,6 +152,24 @@ class Scheduler:
             kv_lens.append(position + 1)
         step.close_decodes()
         return prefilling
+
+    def _select_beams(self, step: ScheduledStep) -> None:
+        """Chooses the tokens of searches whose beams have all told their candidates."""
+        ready, self._ready_beams = self._ready_beams, []
+        for group in ready:
+            if group.is_live:  # not aborted since
+                group.select(self.roster, step)
+                self.roster.forget_finished()
+
+    def _make_beams_way(self, step: ScheduledStep, budget: int) -> None:
+        """Lets a waiting sequence run where all that run are beams waiting for it, or for others.
+
+        They keep the candidates that they have told, and compute again what they lose.
+        """
+        roster = self.roster
+        while roster.waiting and roster.running and not step.scheduled:
+            roster.preempt(roster.running[-1])
+            admit_waiting(self.config, roster, step, budget)
 
     def _make_writable(self, step: ScheduledStep, sequence: Sequence, block_idx: int) -> bool:
         """Sees to it that a block is in the sequence's table, and in no other table."""
@@ -243,6 +271,8 @@ class Scheduler:
 
     def _book_token(self, sequence: Sequence, result: StepResult, at: int) -> bool:
         """Appends the token drawn at index `at`; returns whether it ended the sequence."""
+        if sequence.request.is_beam_search:
+            return self._book_candidates(sequence, result, at)
         source, token_id = sequence.request.source, result.token_ids[at]
         output = SequenceOutput(source.request_id, sequence.index, (token_id,))
         self.roster.outputs.sequences.append(output)
@@ -267,6 +297,22 @@ class Scheduler:
                 return False
         self.roster.finish(sequence, output.finish_reason)
         return True
+
+    def _book_candidates(self, sequence: Sequence, result: StepResult, at: int) -> bool:
+        """Keeps what a beam may continue with; returns whether its request ended."""
+        request = sequence.request
+        if not result.is_finite[at]:
+            self.kv.unpublish(sequence)
+            error = SequenceOutput(request.request_id, 0, (), FinishReason.ERROR)
+            self.roster.outputs.sequences.append(error)
+            self.roster.finish_all(request, FinishReason.ERROR)
+            return True
+        if request.beams is None:
+            request.beams = BeamGroup(request, self.config.max_model_len)
+        assert result.logprobs is not None
+        if request.beams.book(sequence, result.logprobs[at]):
+            self._ready_beams.append(request.beams)
+        return False
 
     def take_outputs(self) -> StepOutputs:
         """What happened since the last commit, without one."""
