@@ -8,6 +8,9 @@ from pathlib import Path
 
 # Every engine step is followed by `check_integrity`. Read when an engine is made.
 os.environ["JAXPAGED_DEBUG"] = "1"
+# Threads of XLA's CPU pool, read when its client is made. As many as cores, its own choice, can be
+# too few for the GPU interpreter, which then waits for ever: see helpers/hopper_interpreter.py.
+os.environ["PJRT_NPROC"] = "8"
 
 import jax
 import pytest
