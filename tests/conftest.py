@@ -1,5 +1,6 @@
 """Switches of the whole test run, and the engines that tests share."""
 
+import faulthandler
 import json
 import os
 from collections.abc import Callable
@@ -8,6 +9,9 @@ from pathlib import Path
 
 # Every engine step is followed by `check_integrity`. Read when an engine is made.
 os.environ["JAXPAGED_DEBUG"] = "1"
+# Threads of XLA's CPU pool, read when its client is made. As many as cores, its own choice, can be
+# too few for the GPU interpreter, which then waits for ever: see helpers/hopper_interpreter.py.
+os.environ["PJRT_NPROC"] = "8"
 
 import jax
 import pytest
@@ -30,6 +34,13 @@ def pytest_configure() -> None:
     jax.config.update("jax_compilation_cache_dir", str(home_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # Threads that a failed test left waiting would keep the process from ending. Not `sys.stderr`:
+    # pytest still captures that.
+    limit = float(config.getini("faulthandler_timeout"))
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,11 @@
-"""The Hopper kernels in Pallas's Mosaic GPU interpreter, with races reported, and planted races."""
+"""The Hopper kernels in Pallas's Mosaic GPU interpreter, with races reported, and planted races.
+
+The interpreter runs every simulated thread as an XLA program of its own, whose callbacks may wait
+at a barrier for another's. They wait on threads of XLA's CPU pool, which all programs share, and
+one more waits for the simulated threads to end. If nobody is left in the pool to run what they wait
+for, they wait for ever. So the pool must have more threads than can wait (`MOST_WAITING`): conftest
+sets its size, whatever the number of cores.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -23,6 +30,9 @@ from kernels_pallas.tuning import HopperDecodeTuning, HopperPrefillTuning, Hoppe
 
 # What the interpreter says of a race, and JAX 0.11 of a barrier that completes unobserved.
 _REPORTS = ("RACE DETECTED", "no threads observed phase")
+
+# Four simulated threads: two workers of the decode kernel, each with its loader; and their caller.
+MOST_WAITING = 5
 
 
 def small_tuning(head_dim: int) -> HopperTuning:

@@ -5,8 +5,10 @@ scripts/test_gpu do.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ from helpers.attention_cases import (
     oracle,
     with_block_dropped,
 )
-from helpers.hopper_interpreter import interpret, never_wait_for, reports_race
+from helpers.hopper_interpreter import MOST_WAITING, interpret, never_wait_for, reports_race
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels_pallas import decode_hopper, ops, prefill_hopper
@@ -115,6 +117,14 @@ def check(case: AttentionCase, variant: Variant) -> None:
     expected, expected_pool = oracle(case, **vars(variant.options), sinks=variant.sinks)
     assert_close(out, expected)
     assert_same_pool(pool, expected_pool)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the names of threads in /proc")
+def test_xla_has_threads_enough_for_the_interpreter():
+    """With fewer, tests below wait for ever, now and then: see helpers/hopper_interpreter.py."""
+    jax.devices()
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    assert names.count("tf_XLAEigen") > MOST_WAITING
 
 
 @pytest.mark.parametrize("name", VARIANTS)
