@@ -1,12 +1,13 @@
 """The front: validates, tokenises, submits; its collectors turn tokens back into text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged import validation
+from jaxpaged.beam_answers import beam_search_output
 from jaxpaged.collector import Collector
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine_client import (
@@ -27,17 +28,20 @@ from jaxpaged.errors import (
 from jaxpaged.live_requests import LiveRequests, call_soon
 from jaxpaged.observer import RequestObserver
 from jaxpaged.outputs import (
+    BeamSearchOutput,
     BlockState,
     Delta,
     EngineStats,
     ModelInfo,
     RequestOutput,
+    Score,
     StepOutputs,
     StreamEvent,
 )
 from jaxpaged.request_maker import FrontModel, RequestMaker
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults
+from jaxpaged.scoring import score
 from jaxpaged.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -64,7 +68,8 @@ class AsyncLLM:
     def __init__(self, model: str, *, start_engine: StartEngine = start_in_thread, **options: Any):
         config = EngineConfig(model, **options)
         validation.check_engine_config(config)
-        self._set_up(FrontModel.load(config), partial(start_engine, config))
+        front_model = FrontModel.load(config)
+        self._set_up(front_model, partial(start_engine, config, front_model.vocabulary))
 
     @classmethod
     def from_engine(
@@ -76,7 +81,7 @@ class AsyncLLM:
         eos_token_ids: frozenset[int],
     ) -> "AsyncLLM":
         """Puts a front before an engine that exists already."""
-        model = FrontModel(config, tokenizer, defaults, eos_token_ids)
+        model = FrontModel(config, tokenizer, defaults, eos_token_ids, engine.vocabulary)
         return cls.from_client(model, partial(ThreadEngineClient, engine))
 
     @classmethod
@@ -190,6 +195,44 @@ class AsyncLLM:
         """
         return await self.generate(ChatPrompt(messages, **options), params)
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> BeamSearchOutput:
+        """The most likely continuations that a beam search finds.
+
+        Args:
+          beam_width: continuations that live at once, and at most as many hypotheses.
+          length_penalty: a hypothesis of n tokens scores its log-probability / n ** penalty.
+          stop_token_ids: end a hypothesis, as the model's EOS ids do unless `ignore_eos`.
+
+        Raises:
+          JaxpagedError: the request was refused, or a step of the engine failed.
+        """
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            repetition_penalty=1.0,
+            n=beam_width,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+        )
+        collector = await self._submit(prompt, params, None, True, None, length_penalty)
+        try:
+            return beam_search_output(await collector.answer(), length_penalty)
+        finally:
+            self.live.forget(collector)
+
+    async def score(self, prompt: Prompt, completion: str | list[int]) -> Score:
+        """How likely the model finds a completion; see `scoring.score`."""
+        return await score(self, prompt, completion)
+
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; see `RequestMaker.tokenize`."""
         return await self._maker.tokenize(prompt, add_special_tokens)
@@ -239,13 +282,15 @@ class AsyncLLM:
         request_id: str | None,
         return_text: bool,
         queue_timeout_s: float | None,
+        length_penalty: float | None = None,
     ) -> Collector:
         """Checks everything, then hands the request to the engine."""
         self._enter_loop()
         self._check_queue()  # before any work: an overloaded server must refuse cheaply
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
-        request = await self._maker.make(f"{self._num_requests}", prompt, params)
+        engine_id = f"{self._num_requests}"
+        request = await self._maker.make(engine_id, prompt, params, length_penalty)
         processor = request.params.logits_processor
         if processor is not None:
             await asyncio.to_thread(self.engine.prepare, processor)

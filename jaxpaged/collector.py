@@ -47,6 +47,7 @@ class _SequenceText:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     num_tokens: int = 0
+    cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     is_new: bool = False
@@ -133,6 +134,7 @@ class Collector:
             sequence.logprobs += unpack_logprobs(
                 output.logprobs, output.token_ids, self._token_bytes
             )
+        sequence.cumulative_logprob = output.cumulative_logprob
         sequence.is_new = True
         sequence.finish_reason = output.finish_reason
         sequence.matched_stop = output.stop_token_id
@@ -256,6 +258,7 @@ class Collector:
             usage=self._usage(self._ended),
             timing=self._timing(),
             prompt_logprobs=self._prompt_logprobs if self._wants_prompt_logprobs else None,
+            block_saving=self._ended.block_saving,
         )
 
     async def _wait_for_change(self, timeout_s: float | None) -> bool:
@@ -316,12 +319,15 @@ class Collector:
             matched_stop=sequence.matched_stop,
             seed=sequence_seed(self.request.params.seed, index),
             logprobs=sequence.logprobs if self._wants_logprobs else None,
-            cumulative_logprob=_sum_of_chosen(sequence.logprobs) if self._wants_logprobs else None,
+            cumulative_logprob=_sum_of_chosen(sequence.logprobs)
+            if self._wants_logprobs
+            else sequence.cumulative_logprob,
         )
 
     @property
     def _wants_logprobs(self) -> bool:
-        return self.request.params.logprobs is not None
+        # The scheduler asks for those of a beam search.
+        return self.request.params.logprobs is not None and self.request.params.beam is None
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -16,8 +16,9 @@ from jaxpaged.checkpoint.locate import home_folder, locate
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
 from jaxpaged.errors import UnsupportedOptionError
+from jaxpaged.grammar import MaskMaker, Vocabulary
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
-from jaxpaged.request import EngineRequest, Sequence, SequenceStatus
+from jaxpaged.request import EngineRequest, SequenceStatus
 from jaxpaged.runner.start import start_runner
 from jaxpaged.scheduler.pool_stats import block_states, used_slots
 from jaxpaged.scheduler.scheduler import Scheduler
@@ -50,14 +51,6 @@ class ProcessorRunner(Protocol):
     def prepare(self, processor: Any) -> None: ...
 
 
-class MaskMaker(Protocol):
-    """Knows which tokens may follow where a grammar is at work."""
-
-    def masks(self, sequences: list[Sequence]) -> Any:
-        """A row for each sequence: the tokens that may be drawn for it next."""
-        ...
-
-
 @runtime_checkable
 class WeightsRunner(Protocol):
     """A runner whose weights can be replaced while it runs."""
@@ -71,11 +64,12 @@ class Engine:
     """Scheduler and runner, driven one step at a time by one thread."""
 
     def __init__(
-        self, config: ResolvedConfig, runner: StepRunner, mask_maker: MaskMaker | None = None
+        self, config: ResolvedConfig, runner: StepRunner, vocabulary: Vocabulary | None = None
     ):
-        """Without a mask maker no request may have a grammar."""
+        """Without a vocabulary no request may have a grammar."""
         self.config = config
-        self._mask_maker = mask_maker
+        self.vocabulary = vocabulary and vocabulary.resized(config.vocab_size)
+        self._mask_maker = self.vocabulary and MaskMaker(self.vocabulary)
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -100,11 +94,11 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint,
         cache_home: Path,
-        mask_maker: MaskMaker | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> "Engine":
         """Loads the model and compiles; see `runner.start.start_runner`."""
         runner = start_runner(config, checkpoint, cache_home)
-        return cls(runner.config, runner, mask_maker)
+        return cls(runner.config, runner, vocabulary)
 
     # --- the main loop -------------------------------------------------------------------------
 
@@ -253,11 +247,11 @@ class Engine:
         self.runner.close()
 
 
-def load_engine(config: EngineConfig, mask_maker: MaskMaker | None = None) -> Engine:
+def load_engine(config: EngineConfig, vocabulary: Vocabulary | None = None) -> Engine:
     """An engine for the model that `config` names, ready to run.
 
     Raises:
       JaxpagedError: the model cannot be loaded, or does not fit as configured.
     """
     checkpoint = locate(config.model, config.load_format)
-    return Engine.start(config, checkpoint, home_folder(), mask_maker)
+    return Engine.start(config, checkpoint, home_folder(), vocabulary)

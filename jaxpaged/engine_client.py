@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.errors import EngineClosedError, JaxpagedError
+from jaxpaged.grammar import Vocabulary
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
 from jaxpaged.request import EngineRequest
 
@@ -69,14 +70,17 @@ class EngineClient(Protocol):
 
 # Starts an engine for these settings. The callbacks are called in a thread of the client's: the
 # first once a step that has something to tell, the second with the error that ends all that runs.
-StartEngine = Callable[[EngineConfig, OnOutputs, OnDied], EngineClient]
+# Without a vocabulary the engine takes no grammars.
+StartEngine = Callable[[EngineConfig, Vocabulary | None, OnOutputs, OnDied], EngineClient]
 
 
-def start_in_thread(config: EngineConfig, on_outputs: OnOutputs, on_died: OnDied) -> EngineClient:
+def start_in_thread(
+    config: EngineConfig, vocabulary: Vocabulary | None, on_outputs: OnOutputs, on_died: OnDied
+) -> EngineClient:
     # why here: a front whose engine is in another process never loads JAX
     from jaxpaged.engine import load_engine
 
-    return ThreadEngineClient(load_engine(config), on_outputs, on_died)
+    return ThreadEngineClient(load_engine(config, vocabulary), on_outputs, on_died)
 
 
 class ThreadEngineClient:

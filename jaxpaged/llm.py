@@ -7,7 +7,8 @@ usable.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
 from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
@@ -16,7 +17,14 @@ from tqdm.auto import tqdm
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import EngineClosedError, InvalidFieldError
-from jaxpaged.outputs import Delta, EngineStats, ModelInfo, RequestOutput
+from jaxpaged.outputs import (
+    BeamSearchOutput,
+    Delta,
+    EngineStats,
+    ModelInfo,
+    RequestOutput,
+    Score,
+)
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.text import Tokenizer
 
@@ -73,7 +81,11 @@ class LLM:
             raise InvalidFieldError(
                 "params", f"params has {len(params)} entries for {len(items)} prompts"
             )
-        return self._wait(self._generate_all(items, params, use_tqdm))
+        calls = [
+            partial(self._llm.generate, prompt, param)
+            for prompt, param in zip(items, params, strict=True)
+        ]
+        return self._wait(self._run_all("generate", calls, use_tqdm))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """The answer to one prompt, piece by piece; closing the iterator aborts the request."""
@@ -96,6 +108,59 @@ class LLM:
           options: the other fields of `ChatPrompt`.
         """
         return self._wait(self._llm.chat(messages, params, **options))
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        beam_width: int = 4,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that a beam search finds, in their order.
+
+        Args:
+          beam_width: continuations that live at once, and at most as many hypotheses.
+          length_penalty: a hypothesis of n tokens scores its log-probability / n ** penalty.
+          options: the other arguments of `AsyncLLM.beam_search`.
+
+        Raises:
+          JaxpagedError: a prompt was refused (then none is answered), or a step failed.
+        """
+
+        def search(prompt: Prompt) -> Awaitable[BeamSearchOutput]:
+            return self._llm.beam_search(prompt, beam_width, max_tokens, length_penalty, **options)
+
+        calls = [partial(search, prompt) for prompt in _as_list(prompts)]
+        return self._wait(self._run_all("beam search", calls, use_tqdm))
+
+    def score(
+        self,
+        prompts: Prompts,
+        completions: str | list[int] | Sequence[str | list[int]],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """How likely the model finds each completion after its prompt (teacher-forced).
+
+        Args:
+          completions: one for each prompt: texts or lists of token ids; or one of these alone.
+
+        Raises:
+          JaxpagedError: a prompt was refused (then none is scored), or a step failed.
+        """
+        items, wanted = _as_list(prompts), _as_list(completions)
+        if len(items) != len(wanted):
+            raise InvalidFieldError(
+                "completions", f"completions has {len(wanted)} entries for {len(items)} prompts"
+            )
+        calls = [
+            partial(self._llm.score, prompt, cast(str | list[int], completion))
+            for prompt, completion in zip(items, wanted, strict=True)
+        ]
+        return self._wait(self._run_all("score", calls, use_tqdm))
 
     def stats(self) -> EngineStats:
         return self._wait(self._llm.stats())
@@ -126,29 +191,27 @@ class LLM:
     ) -> None:
         self.close()
 
-    async def _generate_all(
-        self, prompts: list[Prompt], params: Sequence[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
+    async def _run_all[T](
+        self, name: str, calls: Sequence[Callable[[], Awaitable[T]]], use_tqdm: bool
+    ) -> list[T]:
         # Half of the queue: a long list waits here instead of being refused there.
         slots = asyncio.Semaphore(max(1, self._llm.config.max_queued_requests // 2))
         start, num_tokens = time.monotonic(), 0
 
-        async def run(prompt: Prompt, param: SamplingParams, bar: tqdm) -> RequestOutput:
+        async def run(call: Callable[[], Awaitable[T]], bar: tqdm) -> T:
             nonlocal num_tokens
             async with slots:
-                output = await self._llm.generate(prompt, param)
-            num_tokens += output.usage.completion_tokens
-            speed = num_tokens / (time.monotonic() - start)
-            bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+                output = await call()
+            if isinstance(output, RequestOutput):
+                num_tokens += output.usage.completion_tokens
+                speed = num_tokens / (time.monotonic() - start)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
             bar.update()
             return output
 
-        with tqdm(total=len(prompts), desc="generate", unit="prompt", disable=not use_tqdm) as bar:
+        with tqdm(total=len(calls), desc=name, unit="prompt", disable=not use_tqdm) as bar:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(run(prompt, param, bar))
-                    for prompt, param in zip(prompts, params, strict=True)
-                ]
+                tasks = [group.create_task(run(call, bar)) for call in calls]
         return [task.result() for task in tasks]
 
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:

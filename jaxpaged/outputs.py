@@ -161,6 +161,44 @@ class RequestOutput:
     usage: Usage
     timing: Timing
     prompt_logprobs: list[PositionLogprobs] | None = None
+    block_saving: float | None = None  # of a beam search, see BeamSearchOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a completion is after its prompt: the log-probability of each of its tokens."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHypothesis:
+    """One of a beam search's answers; `score` is its log-probability over length ** penalty."""
+
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The answer to one beam search, the best hypothesis first.
+
+    Attributes:
+      block_saving: the share of the KV blocks that beams without sharing would have held, and
+        these did not; None when the first token ended the search.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    hypotheses: list[BeamHypothesis]
+    usage: Usage
+    block_saving: float | None
 
 
 @dataclass(frozen=True, slots=True)

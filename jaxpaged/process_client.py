@@ -37,6 +37,7 @@ from jaxpaged.errors import (
     JaxpagedError,
     UnsupportedOptionError,
 )
+from jaxpaged.grammar import Vocabulary
 from jaxpaged.outputs import BlockState, EngineStats
 from jaxpaged.request import EngineRequest
 
@@ -49,18 +50,22 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 def start_in_process(
-    config: EngineConfig, on_outputs: OnOutputs, on_died: OnDied, *, max_restarts: int = 3
+    config: EngineConfig,
+    vocabulary: Vocabulary | None,
+    on_outputs: OnOutputs,
+    on_died: OnDied,
+    *,
+    max_restarts: int = 3,
 ) -> EngineClient:
-    return ProcessEngineClient(
-        partial(load_engine, config), on_outputs, on_died, max_restarts=max_restarts
-    )
+    make_engine = partial(load_engine, config, vocabulary)
+    return ProcessEngineClient(make_engine, on_outputs, on_died, max_restarts=max_restarts)
 
 
-def load_engine(config: EngineConfig) -> Any:
+def load_engine(config: EngineConfig, vocabulary: Vocabulary | None) -> Any:
     """Runs in the engine's process: the only one that loads JAX."""
     from jaxpaged.engine import load_engine
 
-    return load_engine(config)
+    return load_engine(config, vocabulary)
 
 
 class ProcessEngineClient:

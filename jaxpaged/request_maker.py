@@ -3,15 +3,28 @@
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpaged import checkpoint, validation
 from jaxpaged.config import EngineConfig, ResolvedConfig
-from jaxpaged.errors import InvalidFieldError
+from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
+from jaxpaged.grammar import Vocabulary, grammar_of
 from jaxpaged.outputs import ModelInfo
 from jaxpaged.request import EngineRequest
-from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
-from jaxpaged.sampling_validation import SamplingDefaults, resolve_params, unsupported_defaults
+from jaxpaged.sampling_params import (
+    ChatPrompt,
+    Constraint,
+    Prompt,
+    ResolvedParams,
+    SamplingParams,
+)
+from jaxpaged.sampling_validation import (
+    SamplingDefaults,
+    check_with_constraint,
+    resolve_beams,
+    resolve_params,
+    unsupported_defaults,
+)
 from jaxpaged.text import Tokenizer, load_tokenizer, render_chat
 
 logger = logging.getLogger(__name__)
@@ -22,12 +35,17 @@ _THREAD_TEXT_LENGTH = 4096
 
 @dataclass(frozen=True)
 class FrontModel:
-    """What a front needs of a model: everything but its weights."""
+    """What a front needs of a model: everything but its weights.
+
+    Attributes:
+      vocabulary: None where no constraint can be obeyed: there is no tokenizer, or no EOS.
+    """
 
     config: EngineConfig
     tokenizer: Tokenizer | None
     defaults: SamplingDefaults
     eos_token_ids: frozenset[int]
+    vocabulary: Vocabulary | None = None
 
     @classmethod
     def load(cls, config: EngineConfig) -> "FrontModel":
@@ -48,6 +66,7 @@ class FrontModel:
             tokenizer.eos_token_ids
             if tokenizer
             else checkpoint.eos_token_ids(located.config, located.generation_config),
+            _vocabulary_of(tokenizer),
         )
 
 
@@ -57,12 +76,20 @@ class RequestMaker:
     def __init__(self, model: FrontModel, resolved: ResolvedConfig):
         self._model = model
         self._resolved = resolved
+        self._vocabulary = model.vocabulary and model.vocabulary.resized(resolved.vocab_size)
         self._seeds = random.Random(model.config.seed)
 
     async def make(
-        self, engine_id: str, prompt: Prompt, params: SamplingParams | None
+        self,
+        engine_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        length_penalty: float | None = None,
     ) -> EngineRequest:
         """A request that the engine can run as it is.
+
+        Args:
+          length_penalty: makes it a beam search of n beams.
 
         Raises:
           JaxpagedError: what is wrong with it.
@@ -80,6 +107,10 @@ class RequestMaker:
             eos_token_ids=model.eos_token_ids,
             draw_seed=lambda: self._seeds.getrandbits(64) - 2**63,
         )
+        if params.constraint is not None:
+            options = replace(options, grammar=await self._grammar_of(params.constraint, options))
+        if length_penalty is not None:
+            options = resolve_beams(options, resolved, length_penalty, model.eos_token_ids)
         if options.stop and model.tokenizer is None:
             raise InvalidFieldError("stop", f"stop={options.stop} needs a tokenizer: none here")
         return EngineRequest(
@@ -88,6 +119,15 @@ class RequestMaker:
             params=options,
             eos_token_ids=frozenset() if options.ignore_eos else model.eos_token_ids,
         )
+
+    async def _grammar_of(self, constraint: Constraint, options: ResolvedParams) -> str:
+        """Compiles a constraint, in a thread: a large one takes a second."""
+        if self._vocabulary is None:
+            raise UnsupportedOptionError(
+                "constraint", "constraint needs a tokenizer that has an EOS token: none here"
+            )
+        check_with_constraint(options)
+        return await asyncio.to_thread(grammar_of, constraint, self._vocabulary)
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids that `generate` would use for this prompt.
@@ -152,3 +192,10 @@ class RequestMaker:
         longest = await asyncio.to_thread(tokenizer.max_token_bytes)
         num_tokens = length // longest
         validation.check_prompt_len(num_tokens, self._resolved, num_new=0, at_least=True)
+
+
+def _vocabulary_of(tokenizer: Tokenizer | None) -> Vocabulary | None:
+    try:
+        return tokenizer and Vocabulary.of(tokenizer, tokenizer.vocab_size)
+    except UnsupportedOptionError:
+        return None

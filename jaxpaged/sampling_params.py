@@ -8,8 +8,6 @@ MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_LOGPROBS = 20
-# A beam search looks at the 2 * width best continuations of each beam.
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Each refusal is one line that names the field, the value and the limit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpaged.config import ResolvedConfig
@@ -22,6 +22,7 @@ from jaxpaged.sampling_params import (
     MAX_N,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
+    BeamParams,
     ResolvedParams,
     SamplingParams,
 )
@@ -139,6 +140,43 @@ def _check_together(params: ResolvedParams, eos_token_ids: frozenset[int]) -> No
             "allowed_token_ids",
             f"allowed_token_ids are all EOS or stop ids, which min_tokens={params.min_tokens} "
             f"forbids: allow at least one other",
+        )
+
+
+def resolve_beams(
+    params: ResolvedParams,
+    config: ResolvedConfig,
+    length_penalty: float,
+    eos_token_ids: frozenset[int],
+) -> ResolvedParams:
+    """The same request as a beam search of `params.n` beams.
+
+    Raises:
+      InvalidFieldError: `beam_width` or `length_penalty` is out of range.
+    """
+    ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+    # A beam's n best continuations that do not end, and all that end.
+    most = min(MAX_LOGPROBS - len(ends), config.max_num_seqs)
+    if params.n > most:
+        raise InvalidFieldError(
+            "beam_width",
+            f"beam_width={params.n} must be at most {most}: {MAX_LOGPROBS} best tokens less "
+            f"{len(ends)} end ids, and max_num_seqs={config.max_num_seqs}",
+        )
+    limit = "in [-10, 10]"
+    penalty = check_float("length_penalty", length_penalty, lambda x: -10 <= x <= 10, limit)
+    return replace(params, beam=BeamParams(penalty), logprobs=params.n + len(ends))
+
+
+def check_with_constraint(params: ResolvedParams) -> None:
+    """Refuses options that would leave nothing to draw once the text is complete."""
+    if params.min_tokens:
+        raise InvalidFieldError(
+            "min_tokens", f"min_tokens={params.min_tokens} must be 0 with a constraint"
+        )
+    if params.ignore_eos and not params.stop_token_ids:
+        raise InvalidFieldError(
+            "ignore_eos", "ignore_eos=True with a constraint needs stop_token_ids"
         )
 
 

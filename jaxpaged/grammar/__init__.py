@@ -5,7 +5,8 @@ travels to the engine; there a `Matcher` follows each sequence and fills its row
 """
 
 from jaxpaged.grammar.compiler import grammar_of
+from jaxpaged.grammar.masks import MaskMaker
 from jaxpaged.grammar.matcher import MaskFiller, Matcher, mask_width
 from jaxpaged.grammar.vocabulary import Vocabulary
 
-__all__ = ["MaskFiller", "Matcher", "Vocabulary", "grammar_of", "mask_width"]
+__all__ = ["MaskFiller", "MaskMaker", "Matcher", "Vocabulary", "grammar_of", "mask_width"]

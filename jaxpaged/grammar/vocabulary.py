@@ -1,7 +1,7 @@
 """The tokens of a model as bytes, which is all that a grammar knows of a tokenizer."""
 
 from collections.abc import Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -47,16 +47,29 @@ class Vocabulary:
           UnsupportedOptionError: none of them is an EOS, so no constrained text could end.
         """
         eos_token_ids = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        if not eos_token_ids:
-            raise UnsupportedOptionError(
-                "constraint", "constraint is not supported: the model has no EOS token"
-            )
+        _check_eos(eos_token_ids)
         special = frozenset(i for i in tokenizer.special_token_ids if i < vocab_size)
         return cls(
             tokens=tuple(tokenizer.token_bytes(i) for i in range(vocab_size)),
             special_token_ids=special | eos_token_ids,
             eos_token_ids=eos_token_ids,
             strips_leading_space=tokenizer.strips_leading_space,
+        )
+
+    def resized(self, vocab_size: int) -> "Vocabulary":
+        """The same for logits of another width.
+
+        Raises:
+          UnsupportedOptionError: no EOS is left.
+        """
+        padding = (b"",) * (vocab_size - len(self.tokens))
+        eos_token_ids = frozenset(i for i in self.eos_token_ids if i < vocab_size)
+        _check_eos(eos_token_ids)
+        return replace(
+            self,
+            tokens=self.tokens[:vocab_size] + padding,
+            special_token_ids=frozenset(i for i in self.special_token_ids if i < vocab_size),
+            eos_token_ids=eos_token_ids,
         )
 
     @property
@@ -77,6 +90,13 @@ class Vocabulary:
     def __getstate__(self) -> dict[str, Any]:
         # why: the index cannot be pickled
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _check_eos(eos_token_ids: Set[int]) -> None:
+    if not eos_token_ids:
+        raise UnsupportedOptionError(
+            "constraint", "constraint is not supported: the model has no EOS token"
+        )
 
 
 class _TokenizerWrapper:

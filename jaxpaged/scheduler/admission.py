@@ -53,10 +53,9 @@ def add_chunk(
     """Books a chunk whose blocks are in the table; the prompt's last one forks the request."""
     step.add_chunk(sequence, chunk)
     request = sequence.request
-    num_sequences = 1 if request.is_beam_search else request.source.params.n
-    if not sequence.has_device_token or len(request.sequences) >= num_sequences:
+    if not sequence.has_device_token or len(request.sequences) == request.source.params.n:
         return
-    for _ in range(1, num_sequences):
+    for _ in range(1, request.source.params.n):
         child = request.new_sequence(config.max_model_len)
         if not roster.num_free_rows:
             # It waits without blocks, and will find the prompt in the cache.

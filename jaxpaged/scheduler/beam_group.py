@@ -45,7 +45,6 @@ class BeamGroup:
         """Takes a beam's candidates; returns whether a selection can follow."""
         self._candidates[sequence.index] = unpack_best(logprobs)
         sequence.awaits_selection = True
-        sequence.has_device_token = False
         return len(self._candidates) == len(self._beams)
 
     def select(self, roster: Roster, step: ScheduledStep) -> None:

@@ -54,6 +54,11 @@ class ScheduledStep:
         row, table = row_of(sequence), sequence.block_table
         self.plan.table_updates.extend((row, i, table[i]) for i in block_idxs)
 
+    def settle_updates(self) -> None:
+        """Keeps the last update of each place: a beam that just forked may copy a block at once."""
+        last = {(row, idx): block for row, idx, block in self.plan.table_updates}
+        self.plan.table_updates = [(row, idx, block) for (row, idx), block in last.items()]
+
     def add_chunk(self, sequence: Sequence, chunk: int) -> None:
         """The sequence computes its next `chunk` known tokens, and draws one after the last."""
         plan, done = self.plan, sequence.num_scheduled_total
@@ -91,7 +96,8 @@ class ScheduledStep:
             self.plan.sample_rows.append(row_of(sequence))
             self.sampled.append(sequence)
             sequence.num_pending_tokens += 1
-            sequence.has_device_token = True
+            # A beam's next token is chosen later, and not by its row.
+            sequence.has_device_token = not sequence.request.is_beam_search
 
 
 def row_of(sequence: Sequence) -> int:

@@ -110,6 +110,8 @@ class Scheduler:
             self._make_beams_way(step, budget)
         if not step.scheduled:
             return None
+        if step.plan.known_tokens:
+            step.settle_updates()
         if roster.num_masked:
             step.plan.has_masks = any(s.request.source.params.grammar for s in step.sampled)
         self.num_steps += 1

@@ -8,6 +8,7 @@ from jaxpaged import checkpoint
 from jaxpaged.checkpoint.locate import home_folder
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine, StepRunner
+from jaxpaged.grammar import Vocabulary
 from jaxpaged.outputs import RequestStarted, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.runner.runner import Runner
@@ -19,7 +20,13 @@ def load_runner(model: str, **options: Any) -> Runner:
     return start_runner(config, checkpoint.locate(model, config.load_format), home_folder())
 
 
-def fresh_engine(runner: Runner, *, wrapped: StepRunner | None = None, **changes: Any) -> Engine:
+def fresh_engine(
+    runner: Runner,
+    *,
+    wrapped: StepRunner | None = None,
+    vocabulary: Vocabulary | None = None,
+    **changes: Any,
+) -> Engine:
     """An engine with an empty pool. A smaller pool or budget than the runner's needs no compile.
 
     Args:
@@ -30,7 +37,7 @@ def fresh_engine(runner: Runner, *, wrapped: StepRunner | None = None, **changes
     config = replace(runner.config, **changes)
     room = config.num_blocks * config.block_size
     config = replace(config, max_model_len=min(config.max_model_len, room))
-    return Engine(config, wrapped or runner)
+    return Engine(config, wrapped or runner, vocabulary)
 
 
 @dataclass

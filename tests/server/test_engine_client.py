@@ -164,7 +164,7 @@ def test_an_engine_that_dies_comes_back_with_the_weights_it_had(tmp_path):
 
 def test_an_engine_that_cannot_start_says_why():
     with pytest.raises(errors.ModelNotFoundError, match="no model"):
-        start_in_process(EngineConfig("/no/such/model"), print, print)
+        start_in_process(EngineConfig("/no/such/model"), None, print, print)
 
 
 def test_messages_keep_every_field():

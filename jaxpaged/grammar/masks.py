@@ -1,0 +1,79 @@
+"""Which tokens may follow each sequence of a step: a matcher a sequence, kept while it lives."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxpaged.grammar.matcher import MaskFiller, Matcher, mask_width
+from jaxpaged.grammar.vocabulary import Vocabulary
+from jaxpaged.request import Request
+from jaxpaged.request import Sequence as GeneratedSequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Follower:
+    """A sequence's matcher, and how many of its output tokens it has accepted."""
+
+    matcher: Matcher
+    num_accepted: int = 0
+    has_failed: bool = False
+
+
+class MaskMaker:
+    """Follows all sequences that a grammar binds; they are forgotten when they are gone."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        # Compiled once a request, copied for each of its sequences.
+        self._unused: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
+        self._followers: WeakKeyDictionary[GeneratedSequence, _Follower] = WeakKeyDictionary()
+
+    @cached_property
+    def _filler(self) -> MaskFiller:
+        return MaskFiller()  # why late: it starts threads
+
+    def masks(
+        self, sequences: Sequence[GeneratedSequence]
+    ) -> Int32[np.ndarray, "num_sequences mask_width"]:
+        """A row for each sequence: all ones where no grammar is at work.
+
+        Bit i of word w stands for the token id 32 * w + i.
+        """
+        masks = np.full((len(sequences), mask_width(self._vocabulary.vocab_size)), -1, np.int32)
+        matchers = [
+            self._matcher(sequence) if sequence.request.source.params.grammar else None
+            for sequence in sequences
+        ]
+        self._filler.fill(matchers, masks)
+        return masks
+
+    def _matcher(self, sequence: GeneratedSequence) -> Matcher | None:
+        """The sequence's matcher behind its last token; None when the sequence has ended."""
+        if sequence.finish_reason is not None:
+            return None  # its token was drawn for nothing
+        follower = self._followers.get(sequence)
+        if follower is None:
+            follower = _Follower(self._new_matcher(sequence.request, sequence.end_token_ids))
+            self._followers[sequence] = follower
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        follower.matcher.accept(output[follower.num_accepted :])
+        follower.num_accepted = len(output)
+        error = follower.matcher.error
+        if error is not None and not follower.has_failed:
+            follower.has_failed = True
+            logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, error)
+        return follower.matcher
+
+    def _new_matcher(self, request: Request, end_token_ids: frozenset[int]) -> Matcher:
+        matcher = self._unused.get(request)
+        if matcher is None:
+            grammar = request.source.params.grammar
+            matcher = self._unused[request] = Matcher(self._vocabulary, grammar, end_token_ids)
+        return matcher.copy()
