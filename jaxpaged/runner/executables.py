@@ -56,6 +56,9 @@ class Executables:
             lambda: Adjustments(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         )
         self._adjustments = jax.tree.map(self._replicate, adjustments)
+        on_cpu = weights.structure.mesh.devices.flat[0].platform == "cpu"
+        # A pass over the logits is dear where they must come from a GPU's memory.
+        self._digit_bits = 1 if on_cpu else 4
         self._block_size = block_size
         self._impl = impl
         self._compiled: dict[tuple[object, ...], Any] = {}
@@ -78,7 +81,7 @@ class Executables:
         logits, inputs, _ = self._outputs(bucket)
         return self._get(
             ("sample", bucket.num_rows, variant.value),
-            partial(sample_step, variant=variant),
+            partial(sample_step, variant=variant, digit_bits=self._digit_bits),
             (logits, self._state, inputs),
             donate=(1,),
         )

@@ -99,13 +99,14 @@ def sample_step(
     inputs: SampleInputs,
     *,
     variant: Variant,
+    digit_bits: int,
 ) -> tuple[Int32[Array, "2 num_rows"], BatchState]:
     """Draws tokens and keeps each in its row's slot, from where the next step takes it.
 
     Returns:
       The token ids, and below them 1 where the row's logits were fit to draw from.
     """
-    token_ids, is_finite = sample_tokens(logits, inputs, variant)
+    token_ids, is_finite = sample_tokens(logits, inputs, variant, digit_bits)
     slots = state.token_ids.at[inputs.rows].set(token_ids, mode="promise_in_bounds")
     return jnp.stack([token_ids, is_finite.astype(jnp.int32)]), replace(state, token_ids=slots)
 

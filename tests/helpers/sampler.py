@@ -57,8 +57,8 @@ draw = jax.jit(sample_tokens, static_argnames="variant")
 draw_random = partial(draw, variant=Variant.RANDOM)
 
 
-@jax.jit
-def kept_mask(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
+@partial(jax.jit, static_argnames="digit_bits")
+def kept_mask(logits: jax.Array, inputs: SampleInputs, digit_bits: int = 1) -> jax.Array:
     """The tokens that may be drawn."""
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / inputs.temperature[:, None]
-    return kept_tokens(scaled, inputs)
+    return kept_tokens(scaled, inputs, digit_bits)

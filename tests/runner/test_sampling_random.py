@@ -66,6 +66,15 @@ def test_random_rows_with_random_options_keep_what_the_reference_keeps():
     assert num_exact > 200, "the comparison says little"
 
 
+@pytest.mark.parametrize("digit_bits", [2, 4])
+def test_the_width_of_a_digit_changes_nothing(digit_bits):
+    rng = np.random.default_rng(12)
+    rows = many_rows(rng)
+    inputs = make_inputs(len(rows), **random_options(rng, len(rows)))
+    kept = [kept_mask(jnp.asarray(rows), inputs, digit_bits=bits) for bits in (1, digit_bits)]
+    np.testing.assert_array_equal(*kept)
+
+
 def test_limits_that_keep_all_are_as_if_unset():
     """B26, on any logits: the same draws, bit for bit."""
     rng = np.random.default_rng(12)
