@@ -5,8 +5,8 @@ Run it through scripts/check_cuda, which makes the environment. One line a progr
     variant  compile s  temporary bytes  spilled bytes  registers
 
 and a failure where the pool is copied or not updated in place, where temporaries reach 5 % of it,
-where a kernel spills registers, or where a program does not compile at all. A program that copies
-its pool on purpose comes last and must be noticed.
+where a kernel spills registers, where a step is more than one CUDA graph, or where a program does
+not compile at all. A program that copies its pool on purpose comes last and must be noticed.
 """
 
 import argparse
@@ -21,7 +21,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from cuda_programs import AttentionShape, Program, compile_attention, compile_step, h200_mesh
+from cuda_programs import (
+    AttentionShape,
+    Program,
+    compile_attention,
+    compile_step,
+    dump_steps,
+    h200_mesh,
+)
 from tpu_programs import QWEN3_4B
 
 from jaxpaged.models.config import ModelConfig
@@ -32,6 +39,7 @@ MAX_COMPILE_S = 120  # Mosaic's search for layouts can be endless
 # With JAX 0.11.2 the decode kernel spills 16 bytes and the prefill kernel 4. A kernel that does not
 # fit its registers would spill hundreds.
 MAX_SPILL_BYTES = 64
+ONE_GRAPH = ("kCommandBuffer",)
 TINY_QWEN3 = ModelConfig.from_hf(
     {
         "model_type": "qwen3",
@@ -69,8 +77,7 @@ VARIANTS = {
     "decode, 1 row": AttentionShape(num_tokens=1, num_rows=1, max_len=32768),
     "prefill, 1 row of 8192": AttentionShape(num_tokens=8192, num_rows=1, max_len=8192),
 }
-SHORT_VARIANTS = tuple(VARIANTS)[:4]
-SHORT_LAYERS = 4
+SHORT_VARIANTS = tuple(VARIANTS)[:3]
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ def find_problems(program: Program) -> tuple[str, ...]:
         problems.append("the assembler said nothing: no kernel of ours was compiled")
     if max(program.spill_bytes, default=0) > MAX_SPILL_BYTES:
         problems.append(f"spills of {program.spill_bytes} bytes > {MAX_SPILL_BYTES}")
+    if program.launches is not None and program.launches != ONE_GRAPH:
+        problems.append(f"the host starts {program.launches[:4]}, not {ONE_GRAPH}")
     return tuple(problems)
 
 
@@ -137,21 +146,17 @@ def _give_up(signal_number: int, frame: object) -> None:
     raise TimeoutError(f"not compiled after {MAX_COMPILE_S} s")
 
 
-def tasks(*, short: bool) -> Iterator[tuple[str, Callable[[Path], Program]]]:
+def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Path], Program]]]:
     mesh = h200_mesh()
     for name, shape in VARIANTS.items():
         if not short or name in SHORT_VARIANTS:
             yield name, partial(compile_attention, mesh, shape)
-    yield "tiny Qwen3, mixed", partial(compile_step, mesh, TINY_QWEN3, Bucket(256, 8))
-    model = QWEN3_4B
-    if short:
-        layers = {"num_layers": SHORT_LAYERS, "layer_windows": (None,) * SHORT_LAYERS}
-        model = replace(model, **layers)
-    name = f"Qwen3-4B, {model.num_layers} layers, decode"
-    yield name, partial(compile_step, mesh, model, Bucket(64, 64))
+    yield "tiny Qwen3, mixed", partial(compile_step, mesh, TINY_QWEN3, Bucket(256, 8), step_folder)
+    decode = partial(compile_step, mesh, QWEN3_4B, Bucket(64, 64), step_folder)
+    yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, decode", decode
     if not short:
-        name = f"Qwen3-4B, {model.num_layers} layers, mixed"
-        yield name, partial(compile_step, mesh, model, Bucket(512, 64))
+        mixed = partial(compile_step, mesh, QWEN3_4B, Bucket(512, 64), step_folder)
+        yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, mixed", mixed
 
 
 def control(folder: Path) -> Row:
@@ -174,7 +179,9 @@ def main() -> int:
     print(f"{'variant':36} {'s':>6} {'temporaries':>15} {'spills':>10} {'registers':>12}  verdict")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, compile_it in tasks(short=args.short):
+        step_folder = Path(folder) / "steps"
+        dump_steps(step_folder)
+        for name, compile_it in tasks(step_folder, short=args.short):
             if args.only in name:
                 rows.append(run(name, compile_it, Path(folder)))
                 print(rows[-1], flush=True)

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.executables import Executables
 from jaxpaged.runner.sharding import AXIS_NAME
-from jaxpaged.runner.step import BatchState
+from jaxpaged.runner.step import BatchState, forward_step
 from jaxpaged.runner.weight_structure import Parameter, WeightStructure
 from jaxpaged.runner.weights import Weights
 from kernels_pallas import ops
@@ -31,6 +31,7 @@ POOL_BYTES = 20 * 2**30
 _TARGET_CONFIG = Path(__file__).with_name("h200_target_config.txtpb")
 _COPYING = ("copy", "copy-start", "fusion", "transpose", "convert", "dynamic-update-slice")
 _WHOLE = PartitionSpec()
+_LAUNCH_FILES = "*.thunk_sequence_after_thunk_passes.txt"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Program:
       pool: ShapeDtypeStruct of its pool's array.
       spill_bytes: stores of spilled registers, of each of our kernels that was assembled.
       registers: the same, registers a thread.
+      launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
     """
 
     compiled: jax.stages.Compiled
@@ -48,6 +50,7 @@ class Program:
     pool: Any
     spill_bytes: tuple[int, ...]
     registers: tuple[int, ...]
+    launches: tuple[str, ...] | None = None
 
     @property
     def pool_bytes(self) -> int:
@@ -72,6 +75,18 @@ class Program:
                 if size * self.pool.dtype.itemsize >= self.pool_bytes:
                     found.append(line.strip()[:100])
         return found
+
+
+def dump_steps(folder: Path) -> None:
+    """Has XLA write what a step launches into `folder`; call it before anything is compiled."""
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_module_re={forward_step.__name__}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+
+def _launches(folder: Path, before: set[Path]) -> tuple[str, ...]:
+    """Top-level entries of the new launch sequence in `folder`; what is in a graph is indented."""
+    (file,) = set(folder.glob(_LAUNCH_FILES)) - before
+    return tuple(re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE))
 
 
 def h200_mesh() -> Mesh:
@@ -148,9 +163,19 @@ def compile_attention(
 
 
 def compile_step(
-    mesh: Mesh, model: ModelConfig, bucket: Bucket, dump_folder: Path, *, max_model_len: int = 4096
+    mesh: Mesh,
+    model: ModelConfig,
+    bucket: Bucket,
+    step_folder: Path,
+    dump_folder: Path,
+    *,
+    max_model_len: int = 4096,
 ) -> Program:
-    """The engine's own `forward` program of a bucket."""
+    """The engine's own `forward` program of a bucket.
+
+    Args:
+      step_folder: that of `dump_steps`.
+    """
     block_size, dtype = 16, jnp.dtype(model.dtype)
     weights = _weights(WeightStructure(model, model.dtype, "sliced", mesh))
     pool = _pool(
@@ -165,7 +190,9 @@ def compile_step(
     tables = _struct(mesh, (num_rows, max_model_len // block_size), jnp.int32)
     state = BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
     executables = Executables(weights, pool, state, block_size, "hopper")
-    return _compile(mesh, lambda: executables.forward(bucket), pool, dump_folder)
+    before = set(step_folder.glob(_LAUNCH_FILES))
+    program = _compile(mesh, lambda: executables.forward(bucket), pool, dump_folder)
+    return replace(program, launches=_launches(step_folder, before))
 
 
 def _compile(
