@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Times decode steps of the whole engine at Qwen3-4B shapes, and says where a step's time goes.
+
+    scripts/bench_step.py [--quick] [--json FILE] [--profile] [--options FIELD=VALUE ...]
+
+A step's time is (time for 144 new tokens - time for 16) / 128 through `LLM.generate`, so host work
+counts. Weights and token ids are random. `--profile` traces a batch of 64 and prints the device's
+time by kernel and the gaps between steps. Without a GPU a small case runs on the CPU.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpaged import LLM, SamplingParams
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of equal prompts; `required_ms` and `peer_ms` (vLLM 0.23) are of an H200."""
+
+    num_rows: int
+    num_prompt: int
+    required_ms: float | None = None
+    peer_ms: float | None = None
+    is_sampled: bool = False
+
+    @property
+    def name(self) -> str:
+        about = ", temperature 0.7, top_p 0.9" if self.is_sampled else ""
+        return f"{self.num_rows} x {self.num_prompt}{about}"
+
+
+CASES = (
+    Case(1, 512, 3.0, 3.52),
+    Case(64, 512, 5.0, 5.31),
+    Case(64, 2048, 8.5, 8.54),
+    Case(256, 512, 10.5, 11.5),
+    Case(256, 512, None, None, is_sampled=True),
+    Case(256, 1024, 15.4, 16.2),
+)
+SMALL_CASES = (Case(1, 32), Case(8, 32), Case(8, 32, is_sampled=True))
+PROFILED = Case(64, 512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times decode steps of the whole engine.")
+    parser.add_argument("--quick", action="store_true", help="one repeat of each case")
+    parser.add_argument("--json", help="write the figures there, too")
+    parser.add_argument("--profile", action="store_true", help="where a step's time goes")
+    parser.add_argument(
+        "--options", nargs="*", default=[], metavar="FIELD=VALUE", help="of EngineConfig; JSON"
+    )
+    options = parser.parse_args()
+    on_gpu = jax.default_backend() == "gpu"
+    cases = CASES if on_gpu else SMALL_CASES
+    engine_options = {name: json.loads(value) for name, value in _pairs(options.options)}
+    engine_options.setdefault("max_num_seqs", max(case.num_rows for case in cases))
+    figures: dict[str, Any] = {"device": jax.devices()[0].device_kind}
+    with tempfile.TemporaryDirectory() as folder:
+        config = QWEN3_4B if on_gpu else QWEN3_4B | SMALL
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        start = time.monotonic()
+        with LLM(folder, load_format="random", **engine_options) as llm:
+            figures["start_s"] = time.monotonic() - start
+            print(f"{figures['device']}: started in {figures['start_s']:.1f} s", flush=True)
+            print(f"{'rows x prompt':44} {'ms':>7} {'required':>9} {'vLLM':>7}", flush=True)
+            for case in cases:
+                figures[case.name] = step_seconds(llm, case, 1 if options.quick else 3) * 1e3
+                print_case(case, figures[case.name])
+            if options.profile:
+                print_profile(llm, PROFILED if on_gpu else SMALL_CASES[1], Path(folder))
+            print(f"{llm.stats().compiles_after_warmup} compiles after warm-up")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+
+
+def step_seconds(llm: LLM, case: Case, repeats: int) -> float:
+    """Median seconds of one decode step."""
+    generate(llm, case, 4)
+    few, many = 16, 144
+    return statistics.median(
+        (generate(llm, case, many) - generate(llm, case, few)) / (many - few)
+        for _ in range(repeats)
+    )
+
+
+def generate(llm: LLM, case: Case, max_tokens: int) -> float:
+    """Seconds that a batch takes."""
+    rng = random.Random()
+    prompts = [
+        [rng.randrange(100, llm.info.vocab_size) for _ in range(case.num_prompt)]
+        for _ in range(case.num_rows)
+    ]
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        temperature=0.7 if case.is_sampled else 0.0,
+        top_p=0.9 if case.is_sampled else 1.0,
+    )
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def print_case(case: Case, milliseconds: float) -> None:
+    peers = "".join(
+        f" {value:{width}.2f}" if value else f" {'-':>{width}}"
+        for value, width in ((case.required_ms, 9), (case.peer_ms, 7))
+    )
+    print(f"{case.name:44} {milliseconds:7.2f}{peers}", flush=True)
+
+
+def print_profile(llm: LLM, case: Case, folder: Path) -> None:
+    """Device time by kernel, and the gaps between kernels, of a traced batch."""
+    with jax.profiler.trace(str(folder / "trace")):
+        generate(llm, case, 64)
+    (file,) = folder.glob("trace/**/*.xplane.pb")
+    events = sorted(_device_events(jax.profiler.ProfileData.from_file(str(file))))
+    if not events:
+        print("the trace has no kernels: no device but the CPU was at work")
+        return
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for start_ns, end_ns, name in events:
+        seconds[name] += (end_ns - start_ns) / 1e9
+    total = sum(seconds.values())
+    gaps = [later[0] - event[1] for event, later in itertools.pairwise(events)]
+    print(f"{case.name}: device time by kernel, {total:.3f} s in all")
+    for name, value in sorted(seconds.items(), key=lambda item: -item[1])[:30]:
+        print(f"{value / total:6.1%} {value * 1e3:10.2f} ms  {name[:90]}")
+    large = sorted((gap / 1e3 for gap in gaps if gap > 20_000), reverse=True)
+    print(f"gaps over 20 us: {len(large)}, the largest {[round(gap) for gap in large[:20]]} us")
+
+
+def _device_events(profile: Any) -> Iterator[tuple[float, float, str]]:
+    """(start, end, name) of what ran on the streams of a GPU, in nanoseconds."""
+    for plane in profile.planes:
+        if plane.name.startswith("/device:GPU"):
+            for line in plane.lines:
+                if line.name is not None and line.name.startswith("Stream"):
+                    for event in line.events:
+                        yield event.start_ns, event.end_ns, event.name
+
+
+def _pairs(settings: list[str]) -> Iterator[tuple[str, str]]:
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        yield name, value
+
+
+if __name__ == "__main__":
+    main()
