@@ -1,7 +1,7 @@
 """Beam searches in the scheduler, exactly: rows, blocks, copies, and what sharing saves."""
 
 import pytest
-from helpers.requests import make_beam_request, prompt
+from helpers.requests import make_beam_request, make_request, prompt
 from helpers.scheduler_driver import Driver, make_config
 
 from jaxpaged.request import SequenceStatus
@@ -64,3 +64,17 @@ def test_beams_that_wait_keep_no_rows_from_those_they_wait_for():
     driver.step()
     assert driver.scheduler.roster.num_preemptions == 1
     driver.run()
+
+
+def test_a_search_does_not_wait_for_another_request_to_end():
+    """As many beams as rows, and one of the rows is taken for long."""
+    driver = Driver(make_config(num_blocks=64, max_num_seqs=4))
+    driver.add(make_request("long", prompt(5), max_tokens=200))
+    search = make_beam_request("a", prompt(9, start=50), beam_width=4, max_tokens=10)
+    driver.add(search)
+    for _ in range(22):  # two a token, and what is told is told a step later
+        driver.step()
+    driver.assert_equal_to_solo(search)
+    assert len(driver.tokens["long", 0]) == 22, "it runs in every step"
+    driver.run()
+    assert driver.num_preemptions["long"] == 0

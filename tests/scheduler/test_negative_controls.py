@@ -10,7 +10,7 @@ from helpers.scheduler_world import random_world
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler import admission, scheduler
-from jaxpaged.scheduler.beam_group import BeamGroup
+from jaxpaged.scheduler.beam_group import BeamGroup, BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
 from jaxpaged.scheduler.prefix_cache import PrefixCache
 from jaxpaged.scheduler.roster import Roster
@@ -152,7 +152,8 @@ def swap_the_candidates_of_two_beams(patch: pytest.MonkeyPatch) -> None:
 
 
 def beams_never_make_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_make_beams_way", lambda self, step, budget: None)
+    patch.setattr(BeamGroups, "make_way", lambda self, step: None)
+    patch.setattr(BeamGroups, "replace_idle", lambda self, step: None)
 
 
 def score_what_the_cache_has(patch: pytest.MonkeyPatch) -> None:
