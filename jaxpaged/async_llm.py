@@ -40,7 +40,7 @@ from jaxpaged.outputs import (
 )
 from jaxpaged.request_maker import FrontModel, RequestMaker
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
-from jaxpaged.sampling_validation import SamplingDefaults
+from jaxpaged.sampling_validation import SamplingDefaults, check_beams
 from jaxpaged.scoring import score
 from jaxpaged.text import Tokenizer
 
@@ -215,6 +215,7 @@ class AsyncLLM:
         Raises:
           JaxpagedError: the request was refused, or a step of the engine failed.
         """
+        check_beams(beam_width, length_penalty)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,

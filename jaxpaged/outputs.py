@@ -191,7 +191,7 @@ class BeamSearchOutput:
 
     Attributes:
       block_saving: the share of the KV blocks that beams without sharing would have held, and
-        these did not; None when the first token ended the search.
+        these did not; None when preemption left nothing to count.
     """
 
     request_id: str

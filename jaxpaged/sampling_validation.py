@@ -143,6 +143,12 @@ def _check_together(params: ResolvedParams, eos_token_ids: frozenset[int]) -> No
         )
 
 
+def check_beams(beam_width: Any, length_penalty: Any) -> None:
+    """Refuses what no engine takes; `resolve_beams` knows the limits of this one."""
+    check_int("beam_width", beam_width, 1, MAX_N)
+    check_float("length_penalty", length_penalty, lambda x: -10 <= x <= 10, "in [-10, 10]")
+
+
 def resolve_beams(
     params: ResolvedParams,
     config: ResolvedConfig,
@@ -152,7 +158,7 @@ def resolve_beams(
     """The same request as a beam search of `params.n` beams.
 
     Raises:
-      InvalidFieldError: `beam_width` or `length_penalty` is out of range.
+      InvalidFieldError: so many beams do not fit this engine.
     """
     ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
     # A beam's n best continuations that do not end, and all that end.
@@ -163,9 +169,8 @@ def resolve_beams(
             f"beam_width={params.n} must be at most {most}: {MAX_LOGPROBS} best tokens less "
             f"{len(ends)} end ids, and max_num_seqs={config.max_num_seqs}",
         )
-    limit = "in [-10, 10]"
-    penalty = check_float("length_penalty", length_penalty, lambda x: -10 <= x <= 10, limit)
-    return replace(params, beam=BeamParams(penalty), logprobs=params.n + len(ends))
+    beam = BeamParams(float(length_penalty))
+    return replace(params, beam=beam, logprobs=params.n + len(ends))
 
 
 def check_with_constraint(params: ResolvedParams) -> None:

@@ -11,11 +11,10 @@ from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
 
 
-def admit_waiting(
-    config: SchedulerConfig, roster: Roster, step: ScheduledStep, budget: int
-) -> None:
-    """Lets waiting sequences start, in order, while rows, blocks and budget last."""
+def admit_waiting(config: SchedulerConfig, roster: Roster, step: ScheduledStep) -> None:
+    """Lets waiting sequences start, in order, while rows, blocks and the step's tokens last."""
     kv, size = roster.kv, config.block_size
+    budget = config.max_num_tokens - step.plan.num_tokens
     prefilling = [s for s in roster.running if not s.has_device_token]
     # Free blocks that prompts under way will need.
     num_owed = sum(_num_blocks_missing(sequence, size) for sequence in prefilling)

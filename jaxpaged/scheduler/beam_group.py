@@ -2,15 +2,81 @@
 
 The search decides (beam_search.py); here its decisions become forks, frees and tokens. A beam's
 token is chosen when all beams of its request have told their candidates, so beams draw nothing
-ahead: between a commit and the next selection a beam waits, with its blocks and its row.
+ahead: between a commit and the next selection a beam waits, with its blocks and its row. It loses
+both where another beam of its search, or all others, would wait for them.
 """
 
+from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import SequenceOutput
 from jaxpaged.packed_logprobs import unpack_best
 from jaxpaged.request import FinishReason, Request, Sequence, SequenceStatus
+from jaxpaged.scheduler.admission import admit_waiting
 from jaxpaged.scheduler.beam_search import BeamSearch, Candidate
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
+from jaxpaged.step_plan import StepResult
+
+
+class BeamGroups:
+    """All searches under way."""
+
+    def __init__(self, config: SchedulerConfig, roster: Roster):
+        self._config = config
+        self._roster = roster
+        self._ready: list[BeamGroup] = []
+
+    def book(self, sequence: Sequence, result: StepResult, at: int) -> bool:
+        """Keeps what a beam may continue with; returns whether its request ended."""
+        request, roster = sequence.request, self._roster
+        if not result.is_finite[at]:
+            roster.kv.unpublish(sequence)
+            error = SequenceOutput(request.request_id, 0, (), FinishReason.ERROR)
+            roster.outputs.sequences.append(error)
+            roster.finish_all(request, FinishReason.ERROR)
+            return True
+        if request.beams is None:
+            request.beams = BeamGroup(request, self._config.max_model_len)
+        assert result.logprobs is not None
+        if request.beams.book(sequence, result.logprobs[at]):
+            self._ready.append(request.beams)
+        return False
+
+    def select(self, step: ScheduledStep) -> None:
+        """Chooses the tokens of searches whose beams have all told their candidates."""
+        ready, self._ready = self._ready, []
+        for group in ready:
+            if group.is_live:  # not aborted since
+                group.select(self._roster, step)
+                self._roster.forget_finished()
+
+    def replace_idle(self, step: ScheduledStep) -> None:
+        """Lets a waiting beam run in the place of one that waits for it.
+
+        One a step: what else waits may need only the row that this one had.
+        """
+        running = self._roster.running
+        idle = next(
+            (s for s in reversed(running) if s.awaits_selection and _waits_for_row(s)), None
+        )
+        if idle is not None:
+            self._roster.preempt(idle)
+            admit_waiting(self._config, self._roster, step)
+
+    def make_way(self, step: ScheduledStep) -> None:
+        """Lets a waiting sequence run where all that run are beams that wait for others."""
+        roster = self._roster
+        while roster.waiting and roster.running and not step.scheduled:
+            roster.preempt(roster.running[-1])
+            admit_waiting(self._config, roster, step)
+
+
+def _waits_for_row(beam: Sequence) -> bool:
+    """Whether another beam of its search has no row, and has told no candidates."""
+    return any(
+        other.status is SequenceStatus.WAITING
+        and not (other.awaits_selection or other.num_pending_tokens)
+        for other in beam.request.sequences
+    )
 
 
 class BeamGroup:

@@ -20,7 +20,7 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import PromptScored, SequenceOutput, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
 from jaxpaged.scheduler.admission import add_chunk, admit_waiting
-from jaxpaged.scheduler.beam_group import BeamGroup
+from jaxpaged.scheduler.beam_group import BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
@@ -45,7 +45,7 @@ class Scheduler:
         self.roster = Roster(config)
         self.num_steps = 0
         self._in_flight: deque[ScheduledStep] = deque()
-        self._ready_beams: list[BeamGroup] = []
+        self._beam_groups = BeamGroups(config, self.roster)
 
     @property
     def kv(self) -> KVManager:
@@ -79,7 +79,6 @@ class Scheduler:
 
     def fail_all(self, error: str) -> StepOutputs:
         """After a failed step: every request ends with `error`, pool and cache are empty."""
-        self._ready_beams.clear()
         num_ended = len(self.roster.outputs.ended)  # aborted before, not failed
         self._in_flight.clear()
         for request in list(self.roster.requests.values()):
@@ -95,7 +94,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Decides the next step; None when nothing can be computed before the next commit."""
         roster, step = self.roster, ScheduledStep(StepPlan(self.num_steps + 1))
-        self._select_beams(step)
+        self._beam_groups.select(step)
         num_preemptions = roster.num_preemptions
         prefilling = self._schedule_decodes(step)
         budget = self.config.max_num_tokens - len(step.scheduled)
@@ -104,10 +103,12 @@ class Scheduler:
                 budget -= self._schedule_prefill(step, sequence, budget)
         # Blocks that a preemption freed are for those that run: admitting now would thrash.
         calm = roster.num_preemptions == num_preemptions
-        if budget and calm and roster.num_free_rows and roster.waiting:
-            admit_waiting(self.config, roster, step, budget)
+        if calm and roster.waiting:
+            if budget and roster.num_free_rows:
+                admit_waiting(self.config, roster, step)
+            self._beam_groups.replace_idle(step)
         if not step.scheduled and not self._in_flight:
-            self._make_beams_way(step, budget)
+            self._beam_groups.make_way(step)
         if not step.scheduled:
             return None
         if step.plan.known_tokens:
@@ -154,24 +155,6 @@ class Scheduler:
             kv_lens.append(position + 1)
         step.close_decodes()
         return prefilling
-
-    def _select_beams(self, step: ScheduledStep) -> None:
-        """Chooses the tokens of searches whose beams have all told their candidates."""
-        ready, self._ready_beams = self._ready_beams, []
-        for group in ready:
-            if group.is_live:  # not aborted since
-                group.select(self.roster, step)
-                self.roster.forget_finished()
-
-    def _make_beams_way(self, step: ScheduledStep, budget: int) -> None:
-        """Lets a waiting sequence run where all that run are beams waiting for it, or for others.
-
-        They keep the candidates that they have told, and compute again what they lose.
-        """
-        roster = self.roster
-        while roster.waiting and roster.running and not step.scheduled:
-            roster.preempt(roster.running[-1])
-            admit_waiting(self.config, roster, step, budget)
 
     def _make_writable(self, step: ScheduledStep, sequence: Sequence, block_idx: int) -> bool:
         """Sees to it that a block is in the sequence's table, and in no other table."""
@@ -274,7 +257,7 @@ class Scheduler:
     def _book_token(self, sequence: Sequence, result: StepResult, at: int) -> bool:
         """Appends the token drawn at index `at`; returns whether it ended the sequence."""
         if sequence.request.is_beam_search:
-            return self._book_candidates(sequence, result, at)
+            return self._beam_groups.book(sequence, result, at)
         source, token_id = sequence.request.source, result.token_ids[at]
         output = SequenceOutput(source.request_id, sequence.index, (token_id,))
         self.roster.outputs.sequences.append(output)
@@ -299,22 +282,6 @@ class Scheduler:
                 return False
         self.roster.finish(sequence, output.finish_reason)
         return True
-
-    def _book_candidates(self, sequence: Sequence, result: StepResult, at: int) -> bool:
-        """Keeps what a beam may continue with; returns whether its request ended."""
-        request = sequence.request
-        if not result.is_finite[at]:
-            self.kv.unpublish(sequence)
-            error = SequenceOutput(request.request_id, 0, (), FinishReason.ERROR)
-            self.roster.outputs.sequences.append(error)
-            self.roster.finish_all(request, FinishReason.ERROR)
-            return True
-        if request.beams is None:
-            request.beams = BeamGroup(request, self.config.max_model_len)
-        assert result.logprobs is not None
-        if request.beams.book(sequence, result.logprobs[at]):
-            self._ready_beams.append(request.beams)
-        return False
 
     def take_outputs(self) -> StepOutputs:
         """What happened since the last commit, without one."""

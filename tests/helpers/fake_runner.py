@@ -6,8 +6,13 @@ table: a wrong table, copy, position or shared block changes the tokens.
 """
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import exp, log
 
+from jaxpaged.packed_logprobs import unpack_best
+from jaxpaged.request import EngineRequest
+from jaxpaged.scheduler.beam_search import BeamSearch, Hypothesis
 from jaxpaged.step_plan import RowStart, StepPlan, StepResult
 
 
@@ -126,7 +131,7 @@ class FakeRunner:
             self.num_computed_tokens += q_len
 
     def _draw(self, plan: StepPlan) -> StepResult:
-        drawn, is_finite = [], []
+        drawn, is_finite, records = [], [], []
         for source, sample_row in zip(plan.sample_sources, plan.sample_rows, strict=True):
             digest = self._read_prefix(plan.rows[source], plan.kv_lens[source])
             options = self._options[sample_row]
@@ -136,7 +141,11 @@ class FakeRunner:
             self._device_tokens[sample_row] = token
             drawn.append(token)
             is_finite.append(token != self._non_finite_token_id)
-        return StepResult(drawn, is_finite)
+            num_best = options.params.logprobs
+            records.append(
+                b"" if num_best is None else record(digest, token, num_best, self._vocab_size)
+            )
+        return StepResult(drawn, is_finite, records if any(records) else None)
 
     def _score(self, plan: StepPlan) -> list[bytes]:
         """A record for each prompt token that is asked for: itself, and the token before it."""
@@ -172,20 +181,66 @@ class FakeRunner:
 
 def draw_token(digest: int, seed: int | None, vocab_size: int) -> int:
     """The fake model: the next token after a prefix; `seed` None is greedy."""
-    # Folding keeps the high bits: the low bits of a tuple's hash alone repeat too soon.
-    bits = hash((digest, -1 if seed is None else seed + 1)) & (2**64 - 1)
-    return (bits ^ bits >> 29) * 0x9E3779B97F4A7C15 % 2**64 * vocab_size >> 64
+    return _noise(digest, -1 if seed is None else seed + 1) * vocab_size >> 64
+
+
+def record(digest: int, token_id: int, num_best: int, vocab_size: int) -> bytes:
+    """The fake model's log-probabilities after a prefix, packed as the runner does it."""
+    logits = [_noise(digest, -3 - i) / 2**62 for i in range(vocab_size)]
+    total = log(sum(map(exp, logits)))
+    ranked = sorted(range(vocab_size), key=lambda i: (-logits[i], i))
+    packed = struct.pack("=fi", logits[token_id] - total, 1 + ranked.index(token_id))
+    for i in ranked[:num_best]:
+        packed += struct.pack("=if", i, logits[i] - total)
+    return packed
+
+
+def _noise(digest: int, salt: int) -> int:
+    """64 bits. Folding keeps the high ones: the low ones of a tuple's hash repeat too soon."""
+    bits = hash((digest, salt)) & (2**64 - 1)
+    return (bits ^ bits >> 29) * 0x9E3779B97F4A7C15 % 2**64
+
+
+def digest_of(token_ids: Iterable[int], before: int = 0) -> int:
+    """What the last slot of these tokens holds; `before` is that of the tokens before them."""
+    for token in token_ids:
+        before = hash((before, token))
+    return before
 
 
 def expected_tokens(
     prompt: tuple[int, ...], num_tokens: int, *, seed: int | None = None, vocab_size: int = 7
 ) -> list[int]:
     """What the fake model continues a prompt with, computed without blocks or scheduler."""
-    digest = 0
-    for token in prompt:
-        digest = hash((digest, token))
+    digest = digest_of(prompt)
     drawn: list[int] = []
     for _ in range(num_tokens):
         drawn.append(draw_token(digest, seed, vocab_size))
-        digest = hash((digest, drawn[-1]))
+        digest = digest_of(drawn[-1:], digest)
     return drawn
+
+
+def expected_hypotheses(
+    request: EngineRequest,
+    max_model_len: int,
+    *,
+    vocab_size: int = 7,
+    non_finite_token_id: int | None = None,
+) -> tuple[Hypothesis, ...] | None:
+    """What a beam search finds with the fake model; None where it meets non-finite logits."""
+    params = request.params
+    assert params.beam is not None
+    search = BeamSearch(
+        beam_width=params.n,
+        length_penalty=params.beam.length_penalty,
+        max_tokens=min(params.max_tokens, max_model_len - len(request.prompt_token_ids)),
+        end_token_ids=request.eos_token_ids | params.stop_token_ids,
+    )
+    of_prompt = digest_of(request.prompt_token_ids)
+    while search.beams:
+        digests = [digest_of(beam.token_ids, of_prompt) for beam in search.beams]
+        if non_finite_token_id in {draw_token(digest, None, vocab_size) for digest in digests}:
+            return None
+        records = [record(digest, 0, search.num_candidates, vocab_size) for digest in digests]
+        search.advance([unpack_best(packed) for packed in records])
+    return search.best()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxpaged.request import EngineRequest
-from jaxpaged.sampling_params import ResolvedParams
+from jaxpaged.sampling_params import BeamParams, ResolvedParams
 
 
 def make_params(**options) -> ResolvedParams:
@@ -27,6 +27,29 @@ def make_request(
         prompt_token_ids=tuple(prompt_token_ids),
         params=params or make_params(**options),
         eos_token_ids=frozenset(eos_token_ids),
+    )
+
+
+def make_beam_request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    *,
+    beam_width: int,
+    length_penalty: float = 1.0,
+    stop_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[int] = (),
+    **options,
+) -> EngineRequest:
+    """A beam search, as the front makes one."""
+    return make_request(
+        request_id,
+        prompt_token_ids,
+        eos_token_ids=eos_token_ids,
+        stop_token_ids=stop_token_ids,
+        n=beam_width,
+        beam=BeamParams(length_penalty),
+        logprobs=beam_width + len({*eos_token_ids, *stop_token_ids}),
+        **options,
     )
 
 

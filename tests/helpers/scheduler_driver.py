@@ -4,7 +4,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from functools import lru_cache
 
-from helpers.fake_runner import FakeRunner
+from helpers.fake_runner import FakeRunner, expected_hypotheses
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import StepOutputs
@@ -14,6 +14,8 @@ from jaxpaged.scheduler.scheduler import Scheduler
 from jaxpaged.step_plan import StepPlan, StepResult
 
 type Key = tuple[str, int]
+# Tokens, finish reason and cumulative log-probability (None of what is no hypothesis).
+type Answer = tuple[list[int], FinishReason, float | None]
 
 
 def make_config(
@@ -59,7 +61,11 @@ class Driver:
         self.tokens: dict[Key, list[int]] = {}
         self.reasons: dict[Key, FinishReason] = {}
         self.num_cached: dict[str, int] = {}
+        self.cumulative_logprobs: dict[Key, float | None] = {}
         self.num_preemptions: dict[str, int] = {}
+        self.block_saving: dict[str, float | None] = {}
+        self.prompt_logprobs: dict[str, bytes] = {}
+        self.num_scored: Counter[str] = Counter()
         self.peak_used_blocks = 0
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
 
@@ -120,6 +126,13 @@ class Driver:
         for started in outputs.started:
             assert started.request_id not in self.num_cached, "a request starts once"
             self.num_cached[started.request_id] = started.num_cached_tokens
+        for scored in outputs.scored:
+            request_id = scored.request_id
+            assert scored.first_position == self.num_scored[request_id] + 1, "told out of order"
+            assert request_id not in self.num_preemptions
+            self.num_scored[request_id] += scored.num_positions
+            self.prompt_logprobs.setdefault(request_id, b"")
+            self.prompt_logprobs[request_id] += scored.logprobs
         for output in outputs.sequences:
             key = output.request_id, output.index
             assert key not in self.reasons, f"{key} goes on after its end"
@@ -127,12 +140,24 @@ class Driver:
             self.tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason is not None:
                 self.reasons[key] = output.finish_reason
+                self.cumulative_logprobs[key] = output.cumulative_logprob
         for ended in outputs.ended:
             assert ended.request_id not in self.num_preemptions, "a request ends once"
             self.num_preemptions[ended.request_id] = ended.num_preemptions
+            self.block_saving[ended.request_id] = ended.block_saving
+
+    def answers(self, request_id: str) -> list[Answer]:
+        """What was told of the sequences that ended, in the order of their index."""
+        keys = sorted(key for key in self.reasons if key[0] == request_id)
+        assert [index for _, index in keys] == list(range(len(keys)))
+        return [(self.tokens[k], self.reasons[k], self.cumulative_logprobs[k]) for k in keys]
 
     def assert_equal_to_solo(self, *requests: EngineRequest) -> None:
         for request in requests:
+            if request.params.beam is not None:
+                expected = expected_beams(request, self.scheduler.config.max_model_len)
+                assert self.answers(request.request_id) == expected, request
+                continue
             for index in range(request.params.n):
                 key = request.request_id, index
                 solo = solo_run(request, index, self.scheduler.config.max_model_len)
@@ -164,6 +189,30 @@ def check_writes(scheduler: Scheduler, plan: StepPlan) -> None:
                 if other == row and source in plan.sample_sources
             )
             assert holders[block] <= 1 + children, f"shared block {block} is written"
+
+
+def expected_beams(
+    request: EngineRequest,
+    max_model_len: int,
+    *,
+    vocab_size: int = 7,
+    non_finite_token_id: int | None = None,
+) -> list[Answer]:
+    """What is told of a beam search; the search itself runs without blocks or scheduler."""
+    hypotheses = expected_hypotheses(
+        request, max_model_len, vocab_size=vocab_size, non_finite_token_id=non_finite_token_id
+    )
+    if hypotheses is None:
+        return [([], FinishReason.ERROR, None)]
+    fits = len(request.prompt_token_ids) + request.params.max_tokens <= max_model_len
+    answers = []
+    for hypothesis in hypotheses:
+        reason = FinishReason.MAX_TOKENS if fits else FinishReason.CONTEXT_LENGTH
+        if hypothesis.ended_by is not None:
+            is_eos = hypothesis.ended_by in request.eos_token_ids
+            reason = FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN
+        answers.append((list(hypothesis.token_ids), reason, hypothesis.cumulative_logprob))
+    return answers
 
 
 def solo_run(

@@ -5,10 +5,11 @@ names its seed; `random_world(seed)` repeats it.
 """
 
 import random
+import struct
 from collections.abc import Callable
 
-from helpers.requests import make_request
-from helpers.scheduler_driver import Driver, preempt, solo_run
+from helpers.requests import make_beam_request, make_request
+from helpers.scheduler_driver import Driver, expected_beams, preempt, solo_run
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
@@ -17,6 +18,7 @@ NUM_OPERATIONS = 100
 VOCAB_SIZE = 5
 EOS = 4
 NON_FINITE = 3
+KINDS = ("plain", "scored", "beams", "prompt alone")
 
 
 class World:
@@ -69,26 +71,46 @@ class World:
         self.num_operations += 1
 
     def add(self) -> None:
-        rng, limit = self.random, self.config.max_model_len - 1
         if len(self.driver.scheduler.roster.requests) > 8:
             return
+        request = self.random_request(f"r{len(self.requests)}")
+        self.requests[request.request_id] = request
+        self.driver.add(request)
+
+    def random_request(self, request_id: str) -> EngineRequest:
+        rng, kind = self.random, self.random.choices(KINDS, (75, 12, 10, 3))[0]
+        limit = self.config.max_model_len - (kind != "prompt alone")
         prefix = rng.choice(self.prefixes)
         prompt = prefix[: rng.randint(0, limit)] + self.draw_tokens(rng.choice((0, 1, 2, 7)))
-        request = make_request(
-            f"r{len(self.requests)}",
-            prompt[:limit] or self.draw_tokens(1),
-            eos_token_ids=(EOS,) if rng.random() < 0.5 else (),
+        prompt = prompt[:limit] or self.draw_tokens(1)
+        options = {
+            "eos_token_ids": (EOS,) if rng.random() < 0.5 else (),
+            "stop_token_ids": rng.choice(((), (), (1,), (0, 2))),
+            "use_prefix_cache": rng.random() < 0.85,
+            "cache_salt": rng.choice(("", "", "", "x")),
+            "priority": rng.randrange(3) if self.has_priorities else 0,
+        }
+        if kind == "beams":
+            return make_beam_request(
+                request_id,
+                prompt,
+                beam_width=rng.randint(1, 4),
+                length_penalty=rng.choice((-1.0, 0.0, 1.0, 2.0)),
+                max_tokens=rng.choice((1, 2, 4, 8)),
+                **options,
+            )
+        if kind == "prompt alone":
+            return make_request(request_id, prompt, max_tokens=0, prompt_logprobs=1, **options)
+        return make_request(
+            request_id,
+            prompt,
             max_tokens=rng.choice((1, 2, 5, 12, 100)),
             temperature=rng.choice((0.0, 1.0)),
             seed=rng.randrange(-2, 3),
             n=rng.choice((1, 1, 1, 2, 3, 4)),
-            stop_token_ids=rng.choice(((), (), (1,), (0, 2))),
-            use_prefix_cache=rng.random() < 0.85,
-            cache_salt=rng.choice(("", "", "", "x")),
-            priority=rng.randrange(3) if self.has_priorities else 0,
+            prompt_logprobs=rng.choice((0, 1)) if kind == "scored" else None,
+            **options,
         )
-        self.requests[request.request_id] = request
-        self.driver.add(request)
 
     def live_sequences(self) -> list[Sequence]:
         requests = self.driver.scheduler.roster.requests.values()
@@ -105,6 +127,7 @@ class World:
 
     def finish_sequence(self) -> None:
         live = [s for s in self.live_sequences() if s.num_output_tokens]
+        live = [s for s in live if not s.request.is_beam_search]  # a beam has no stop strings
         if live:
             sequence = self.random.choice(live)
             key = sequence.request.request_id, sequence.index
@@ -141,8 +164,33 @@ class World:
         assert self.driver.pool.num_used == 0
         assert set(self.driver.num_preemptions) == set(self.requests)
         for request_id, request in self.requests.items():
+            self.check_scores(request)
+            if request.params.beam is not None:
+                self.check_hypotheses(request)
+                continue
             for index in range(request.params.n):
                 self.check_tokens(request, (request_id, index))
+
+    def check_scores(self, request: EngineRequest) -> None:
+        """The runner's record of a prompt token is the token, and the one before it."""
+        prompt, told = request.prompt_token_ids, self.driver.prompt_logprobs
+        pairs = list(struct.iter_unpack("=fi", told.get(request.request_id, b"")))
+        wanted = list(zip(prompt[1:], prompt, strict=False))
+        if request.params.prompt_logprobs is None:
+            wanted = []
+        is_cut = (request.request_id, 0) in self.cut
+        assert pairs == (wanted[: len(pairs)] if is_cut else wanted), request
+
+    def check_hypotheses(self, request: EngineRequest) -> None:
+        expected = expected_beams(
+            request,
+            self.config.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            non_finite_token_id=self.non_finite_token_id,
+        )
+        got = self.driver.answers(request.request_id)
+        is_cut = (request.request_id, 0) in self.cut
+        assert got == ([] if is_cut else expected), request
 
     def check_tokens(self, request: EngineRequest, key: tuple[str, int]) -> None:
         tokens, reason = solo_run(

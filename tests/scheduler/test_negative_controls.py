@@ -10,12 +10,13 @@ from helpers.scheduler_world import random_world
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler import admission, scheduler
+from jaxpaged.scheduler.beam_group import BeamGroup, BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
 from jaxpaged.scheduler.prefix_cache import PrefixCache
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
 from jaxpaged.scheduler.scheduler import Scheduler
-from jaxpaged.step_plan import StepResult
+from jaxpaged.step_plan import StepPlan, StepResult
 
 MAX_WORLDS = 120
 
@@ -25,6 +26,9 @@ _add_chunk = admission.add_chunk
 _commit = Scheduler.commit
 _book_token = Scheduler._book_token
 _preempt = Roster.preempt
+_schedule = Scheduler.schedule
+_start_row = ScheduledStep.start_row
+_select = BeamGroup.select
 
 
 def skip_copies(patch: pytest.MonkeyPatch) -> None:
@@ -111,6 +115,62 @@ def end_at_no_stop_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_book_token", book_token)
 
 
+def beams_compute_the_token_of_their_row(patch: pytest.MonkeyPatch) -> None:
+    def schedule(self: Scheduler) -> StepPlan | None:
+        plan = _schedule(self)
+        if plan is not None:
+            plan.known_tokens.clear()
+        return plan
+
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def start_no_row_of_a_forked_beam(patch: pytest.MonkeyPatch) -> None:
+    def start_row(self: ScheduledStep, sequence: Sequence) -> None:
+        if not (sequence.request.is_beam_search and sequence.index):
+            _start_row(self, sequence)
+
+    patch.setattr(ScheduledStep, "start_row", start_row)
+
+
+def lose_the_candidates_of_preempted_beams(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Roster, sequence: Sequence) -> None:
+        if isinstance(sequence.request.beams, BeamGroup):
+            sequence.request.beams._candidates.pop(sequence.index, None)
+        _preempt(self, sequence)
+
+    patch.setattr(Roster, "preempt", preempt)
+
+
+def swap_the_candidates_of_two_beams(patch: pytest.MonkeyPatch) -> None:
+    def select(self: BeamGroup, roster: Roster, step: ScheduledStep) -> None:
+        told = self._candidates
+        self._candidates = dict(zip(told, reversed(told.values()), strict=True))
+        _select(self, roster, step)
+
+    patch.setattr(BeamGroup, "select", select)
+
+
+def beams_never_make_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BeamGroups, "make_way", lambda self, step: None)
+    patch.setattr(BeamGroups, "replace_idle", lambda self, step: None)
+
+
+def score_what_the_cache_has(patch: pytest.MonkeyPatch) -> None:
+    def reads_cache(self: KVManager, sequence: Sequence) -> bool:
+        return self._enable_prefix_caching and sequence.request.source.params.use_prefix_cache
+
+    patch.setattr(KVManager, "reads_cache", reads_cache)
+
+
+def score_again_after_preemption(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Roster, sequence: Sequence) -> None:
+        sequence.next_scored_idx = 1
+        _preempt(self, sequence)
+
+    patch.setattr(Roster, "preempt", preempt)
+
+
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     skip_copies,
     never_copy_on_write,
@@ -122,6 +182,13 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     forget_output_on_preemption,
     evict_without_forgetting,
     end_at_no_stop_token,
+    beams_compute_the_token_of_their_row,
+    start_no_row_of_a_forked_beam,
+    lose_the_candidates_of_preempted_beams,
+    swap_the_candidates_of_two_beams,
+    beams_never_make_way,
+    score_what_the_cache_has,
+    score_again_after_preemption,
 ]
 
 
