@@ -231,10 +231,13 @@ def _check_allowed(token_ids: Any, vocab_size: int) -> frozenset[int] | None:
 
 
 def _check_processor(processor: Any) -> Any:
+    name = "logits_processor"
     if processor is not None and not callable(processor):
-        raise InvalidFieldError(
-            "logits_processor", f"logits_processor={processor!r:.80} must be a function"
-        )
+        raise InvalidFieldError(name, f"{name}={processor!r:.80} must be a function")
+    try:
+        hash(processor)  # its program is found by it
+    except TypeError as error:
+        raise InvalidFieldError(name, f"{name}={processor!r:.80}: {error}") from error
     return processor
 
 

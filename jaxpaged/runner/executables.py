@@ -142,10 +142,13 @@ class Executables:
         Raises:
           InvalidFieldError: the function fails, or does not give logits.
         """
+        key = ("process", processor)
+        if key in self._compiled:  # why: what follows is traced, too slow for every step
+            return self._compiled[key]
         logits, inputs, _ = self._outputs(bucket)
         arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
         rows = jax.tree.map(self._replicate, jax.eval_shape(take_rows, *arguments))
-        return self._get(("process", processor), vectorised(processor), rows)
+        return self._get(key, vectorised(processor), rows)
 
     def copy_blocks(self, num_pairs: int) -> Any:
         """(pool, sources, destinations) -> pool."""

@@ -36,6 +36,7 @@ class LogitsState:
     output_counts: Int32[Array, " vocab"]
 
 
+_MAX_LINE = 200
 LogitsProcessor = Callable[[jax.Array, LogitsState], jax.Array]
 
 
@@ -61,8 +62,12 @@ def put_rows(
     processed: Float32[Array, "max_num_seqs vocab"],
     idxs: Int32[Array, " max_num_seqs"],
 ) -> Float32[Array, "num_samples vocab"]:
-    """Puts the rows back; those that repeat in `idxs` are equal."""
-    return logits.at[idxs].set(processed, mode="promise_in_bounds")
+    """Puts the rows back; those that repeat in `idxs` are equal.
+
+    What was masked stays masked, whatever the function made of it.
+    """
+    rows = jnp.where(jnp.isneginf(logits[idxs]), -jnp.inf, processed)
+    return logits.at[idxs].set(rows, mode="promise_in_bounds")
 
 
 def vectorised(processor: LogitsProcessor) -> LogitsProcessor:
@@ -78,8 +83,10 @@ def vectorised(processor: LogitsProcessor) -> LogitsProcessor:
             fits = processed.shape == logits.shape
             fits = fits and jnp.issubdtype(processed.dtype, jnp.floating)
         except Exception as error:
+            # JAX explains its errors on many lines.
+            line = " ".join(str(error).split())[:_MAX_LINE]
             raise InvalidFieldError(
-                "logits_processor", f"logits_processor failed: {type(error).__name__}: {error}"
+                "logits_processor", f"logits_processor failed: {type(error).__name__}: {line}"
             ) from error
         if not fits:
             raise InvalidFieldError(

@@ -6,6 +6,7 @@ host may plan the next step.
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Runner:
         )
         self._sampler = Sampler(self._executables, self._packer, adjustments, config.max_num_seqs)
         self._num_warm_compiles = 0
+        self._prepare_lock = threading.Lock()  # one compile a function, and each counted once
 
     @property
     def num_compiles_after_warmup(self) -> int:
@@ -113,9 +115,12 @@ class Runner:
         Raises:
           InvalidFieldError: it fails, or does not give logits.
         """
-        before = self._executables.num_compiles
-        self._sampler.prepare(processor, self._buckets)
-        self._num_warm_compiles += self._executables.num_compiles - before
+        with self._prepare_lock:
+            before = self._executables.num_compiles
+            try:
+                self._sampler.prepare(processor, self._buckets)
+            finally:
+                self._num_warm_compiles += self._executables.num_compiles - before
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Enqueues a step: block copies, forward, and the draw unless it waits for masks."""
