@@ -18,12 +18,14 @@ async def score(llm: "AsyncLLM", prompt: Prompt, completion: Completion) -> Scor
     A text is tokenised apart from the prompt: its tokens follow the prompt's.
 
     Raises:
-      InvalidFieldError: the completion is empty.
+      InvalidFieldError: the prompt or the completion is empty.
       JaxpagedError: the request was refused, or a step of the engine failed.
     """
     prompt_token_ids = await llm.tokenize(prompt)
     if isinstance(completion, str):
         completion = await llm.tokenize(completion, add_special_tokens=False)
+    if not prompt_token_ids:
+        raise InvalidFieldError("prompt", "the prompt is empty: it must have at least 1 token")
     if not len(completion):
         raise InvalidFieldError("completion", "the completion is empty: it must have a token")
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
