@@ -23,7 +23,6 @@ class _Follower:
 
     matcher: Matcher
     num_accepted: int = 0
-    has_failed: bool = False
 
 
 class MaskMaker:
@@ -52,6 +51,11 @@ class MaskMaker:
             for sequence in sequences
         ]
         self._filler.fill(matchers, masks)
+        for sequence, matcher in zip(sequences, matchers, strict=True):
+            # Its mask allows nothing, so the sequence ends with this draw.
+            if matcher is not None and (error := matcher.error) is not None:
+                request_id = sequence.request.request_id
+                logger.warning("request %s: its grammar failed: %s", request_id, error)
         return masks
 
     def _matcher(self, sequence: GeneratedSequence) -> Matcher | None:
@@ -65,10 +69,6 @@ class MaskMaker:
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         follower.matcher.accept(output[follower.num_accepted :])
         follower.num_accepted = len(output)
-        error = follower.matcher.error
-        if error is not None and not follower.has_failed:
-            follower.has_failed = True
-            logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, error)
         return follower.matcher
 
     def _new_matcher(self, request: Request, end_token_ids: frozenset[int]) -> Matcher:
