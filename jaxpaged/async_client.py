@@ -95,9 +95,13 @@ class AsyncClient:
                     yield event
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        return await self.generate(ChatPrompt(messages), params)
+        """Answers a conversation; `options` are the other fields of `ChatPrompt`."""
+        return await self.generate(ChatPrompt(messages, **options), params)
 
     async def model_info(self) -> ModelInfo:
         with own_errors():

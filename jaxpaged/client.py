@@ -120,9 +120,13 @@ class Client:
                     yield event
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        return self.generate([ChatPrompt(messages)], params)[0]
+        """Answers a conversation; `options` are the other fields of `ChatPrompt`."""
+        return self.generate([ChatPrompt(messages, **options)], params)[0]
 
     def model_info(self) -> ModelInfo:
         with own_errors():

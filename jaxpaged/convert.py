@@ -154,8 +154,6 @@ def request_to_proto(
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         # The wire would read an empty list as unset.
         raise InvalidFieldError("allowed_token_ids", "allowed_token_ids must not be empty")
-    if params.logits_processor is not None:
-        raise UnsupportedOptionError("logits_processor", "logits_processor cannot be sent")
     for name, place in _OPTIONAL_FIELDS.items():
         value = getattr(params, name)
         if value is None:
@@ -176,7 +174,7 @@ def request_to_proto(
         _fill_constraint(request.sampling, params.constraint)
     if params.logits_processor is not None:
         raise UnsupportedOptionError(
-            "logits_processor", "logits_processor is a function: it cannot be sent to a server"
+            "logits_processor", "logits_processor cannot be sent to a server: it is a function"
         )
     return request
 

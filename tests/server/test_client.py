@@ -94,6 +94,9 @@ def test_chat_tokenizer_info_stats_and_reset():
         messages = [{"role": "user", "content": "hey"}]
         assert client.chat(messages).completions == [COMPLETION]
         assert running.llm.calls[-1][0] == ChatPrompt(messages)
+        options = {"add_generation_prompt": False, "template_args": {"deep": True}}
+        client.chat(messages, **options)
+        assert running.llm.calls[-1][0] == ChatPrompt(messages, **options)
         assert client.tokenizer.encode("hi") == [0, 104, 105]
         assert client.tokenizer.encode("hi", add_special_tokens=False) == [104, 105]
         assert client.tokenizer.decode([0, 104]) == "h"
