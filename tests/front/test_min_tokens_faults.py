@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from helpers.model_fronts import ask, ask_together, tokens_of, with_model_front
-from helpers.numpy_penalties import adjusted_logits
+from helpers.numpy_sampling import adjusted_for
 from helpers.oracle_logprobs import MODEL, oracle_logits
 
 from jaxpaged.async_llm import AsyncLLM
@@ -38,7 +38,7 @@ def test_every_end_is_masked_until_then(kind: str, overlap: bool, tiny_runner):
     assert len(tokens) >= 20 and not set(tokens[:20]) & set(ends)
     rows = oracle_logits([*prompt, *tokens])[len(prompt) - 1 :]
     for i, token_id in enumerate(tokens):
-        logits = adjusted_logits(rows[i], params, prompt, tokens[:i], ends)
+        logits = adjusted_for(params, rows[i], prompt, tokens[:i], ends)
         assert logits[token_id] > logits.max() - 1e-3
     assert not set(tokens[:-1]) & set(ends), "it went on behind an end"
     # Without it, the very first token is the end.

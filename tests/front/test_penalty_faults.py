@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.model_fronts import ask, ask_together, tokens_of, with_model_front
-from helpers.numpy_penalties import adjusted_logits
+from helpers.numpy_sampling import adjusted_for
 from helpers.oracle_logprobs import MODEL, oracle_logits
 
 from jaxpaged.async_llm import AsyncLLM
@@ -38,7 +38,7 @@ def check_greedy(
     """Each token is the reference's best behind the ones before it, or as good as that."""
     rows = oracle_logits([*prompt, *output])[len(prompt) - 1 :]
     for i, token_id in enumerate(output):
-        logits = adjusted_logits(rows[i], params, prompt, output[:i], end_token_ids)
+        logits = adjusted_for(params, rows[i], prompt, output[:i], end_token_ids)
         best = int(logits.argmax())
         assert logits[token_id] > logits[best] - MIN_MARGIN, f"token {i}: {token_id}, not {best}"
 
@@ -179,10 +179,8 @@ def test_values_out_of_range_are_refused(tiny_runner):
 def test_the_reference_by_hand():
     logits = np.array([2.0, -2.0, 1.0, 0.5])
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
-    np.testing.assert_allclose(
-        adjusted_logits(logits, params, [0, 1], [1, 1]), [1.0, -6.0, 1.0, 0.5]
-    )
+    np.testing.assert_allclose(adjusted_for(params, logits, [0, 1], [1, 1]), [1.0, -6.0, 1.0, 0.5])
     params = SamplingParams(min_tokens=1, logit_bias={2: 3.0, 3: -1e9}, allowed_token_ids=[0, 2, 3])
     np.testing.assert_allclose(
-        adjusted_logits(logits, params, [], [], [0]), [-np.inf, -np.inf, 4.0, -99.5]
+        adjusted_for(params, logits, [], [], [0]), [-np.inf, -np.inf, 4.0, -99.5]
     )

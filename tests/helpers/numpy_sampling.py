@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from jaxpaged.sampling_params import SamplingParams
+
 
 def adjusted_logits(
     logits: np.ndarray,
@@ -40,6 +42,29 @@ def adjusted_logits(
     for i in set(output_token_ids):
         adjusted[i] -= frequency_penalty * list(output_token_ids).count(i) + presence_penalty
     return np.array(adjusted, np.float64)
+
+
+def adjusted_for(
+    params: SamplingParams,
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    end_token_ids: Collection[int] = (),
+) -> np.ndarray:
+    """`adjusted_logits` with the options of a request; what is unset is off."""
+    biases = params.logit_bias or {}
+    return adjusted_logits(
+        logits,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        end_token_ids=end_token_ids,
+        min_tokens=params.min_tokens or 0,
+        logit_bias={i: min(100.0, max(-100.0, bias)) for i, bias in biases.items()},
+        allowed_token_ids=params.allowed_token_ids,
+        repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
+        presence_penalty=params.presence_penalty or 0.0,
+        frequency_penalty=params.frequency_penalty or 0.0,
+    )
 
 
 def logprobs_of(

@@ -8,6 +8,7 @@ import pytest
 from helpers.byte_tokenizer import ByteTokenizer
 from helpers.engines import fresh_engine
 from helpers.golden_cases import check_continuation
+from helpers.model_fronts import KeptRunner
 
 from jaxpaged import checkpoint, errors
 from jaxpaged.async_llm import AsyncLLM
@@ -23,22 +24,6 @@ from jaxpaged.server.lifecycle import Server
 from jaxpaged.text import Tokenizer, load_tokenizer
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
-
-
-class KeptRunner:
-    """Passes everything on but `close`: the session's other tests go on with the runner."""
-
-    def __init__(self, runner: Runner):
-        self.dispatch, self.draw, self.collect = runner.dispatch, runner.draw, runner.collect
-        self.reset = runner.reset
-        self._runner = runner
-
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self._runner.num_compiles_after_warmup
-
-    def close(self) -> None:
-        pass
 
 
 def with_client(runner: Runner, tokenizer: Tokenizer | None, use: Callable[[Client], None]) -> None:
