@@ -23,6 +23,7 @@ from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.convert import request_to_proto
 from jaxpaged.errors import UnsupportedOptionError
+from jaxpaged.grammar import Vocabulary
 from jaxpaged.runner.runner import Runner
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults
@@ -40,11 +41,13 @@ TEMPLATE = CHAT_TEMPLATE + "{{ ending }}"
 def llm(tiny_runner: Callable[[str], Runner]) -> Generator[AsyncLLM]:
     """A front before a real model, whose tokens are bytes."""
     runner = tiny_runner("tiny_llama")
-    engine = fresh_engine(runner, model=MODEL)
     tokenizer = ByteTokenizer(chat_template=TEMPLATE)
     tokenizer.special_token_ids |= {H}
+    tokenizer.eos_token_ids = frozenset({EOS})
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size)
+    engine = fresh_engine(runner, model=MODEL, vocabulary=vocabulary)
     llm = AsyncLLM.from_engine(
-        EngineConfig(MODEL), engine, tokenizer, SamplingDefaults(), frozenset({EOS})
+        EngineConfig(MODEL), engine, tokenizer, SamplingDefaults(), tokenizer.eos_token_ids
     )
     with patch.object(runner, "close"):  # the session's other tests go on with it
         yield llm

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from helpers.byte_tokenizer import ByteTokenizer
+from helpers.byte_tokenizer import EOS, ByteTokenizer
 from helpers.engines import fresh_engine
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
+from jaxpaged.grammar import Vocabulary
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.runner.processors import LogitsProcessor
 from jaxpaged.runner.runner import Runner, StepHandle
 from jaxpaged.sampling_params import Prompt, SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults
@@ -37,6 +39,9 @@ class KeptRunner:
     def num_compiles_after_warmup(self) -> int:
         return self._runner.num_compiles_after_warmup
 
+    def prepare(self, processor: LogitsProcessor) -> None:
+        self._runner.prepare(processor)
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self.plans.append(plan)
         self.interrupt(len(self.plans))
@@ -61,24 +66,28 @@ def with_model_front[T](
     *,
     eos_token_ids: Sequence[int] = (),
     seed: int = 0,
+    has_tokenizer: bool = True,
     interrupt: BeforeDispatch = lambda engine, num_steps: None,
     **changes: Any,
 ) -> T:
     """What `body` gives, run with a front over a fresh engine; afterwards every block is back.
 
     Args:
+      eos_token_ids: none by default, so that answers are as long as they may be.
       interrupt: see `KeptRunner`; gets the engine too.
       changes: to the runner's ResolvedConfig.
     """
 
     async def run() -> T:
-        kept = KeptRunner(runner)
-        engine = fresh_engine(runner, wrapped=kept, **changes)
+        kept, tokenizer = KeptRunner(runner), ByteTokenizer()
+        tokenizer.eos_token_ids = frozenset(eos_token_ids or {EOS})
+        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size) if has_tokenizer else None
+        engine = fresh_engine(runner, wrapped=kept, vocabulary=vocabulary, **changes)
         kept.interrupt = lambda num_steps: interrupt(engine, num_steps)
         llm = AsyncLLM.from_engine(
             EngineConfig(engine.config.model, seed=seed),
             engine,
-            ByteTokenizer(),
+            tokenizer if has_tokenizer else None,
             SamplingDefaults(),
             frozenset(eos_token_ids),
         )
