@@ -57,7 +57,7 @@ def check_greedy(
 
 
 def test_the_same_matching_texts_however_they_come_about(tiny_runner):
-    """Together, alone, streamed, in both loops, with 12 blocks for all, and cut into chunks."""
+    """Together, alone, streamed, in both loops, with 8 blocks for all, and cut into chunks."""
     runner, (names, params) = tiny_runner(MODEL), every_case()
     prompts = [prompt_of(20, i) for i in range(len(names))]
     expected = [
@@ -72,14 +72,14 @@ def test_the_same_matching_texts_however_they_come_about(tiny_runner):
     for changes in (
         {"overlap": True},
         {"overlap": False},
-        {"overlap": True, "num_blocks": 12},
-        {"overlap": False, "num_blocks": 12},
+        {"overlap": True, "num_blocks": 8},
+        {"overlap": False, "num_blocks": 8},
         {"overlap": True, "max_num_tokens": 8},
     ):
         outputs = ask_together(runner, prompts, params, eos_token_ids=[EOS], **changes)
         assert list(map(whole, outputs)) == list(map(whole, expected)), changes
         if "num_blocks" in changes:
-            assert sum(output.usage.preemptions for output in outputs) > 2
+            assert sum(output.usage.preemptions for output in outputs) > 0
 
 
 @OVERLAP
