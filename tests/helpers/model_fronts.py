@@ -81,7 +81,7 @@ def with_model_front[T](
     async def run() -> T:
         kept, tokenizer = KeptRunner(runner), ByteTokenizer()
         tokenizer.eos_token_ids = frozenset(eos_token_ids or {EOS})
-        vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size) if has_tokenizer else None
+        vocabulary = Vocabulary.of(tokenizer, runner.config.vocab_size) if has_tokenizer else None
         engine = fresh_engine(runner, wrapped=kept, vocabulary=vocabulary, **changes)
         kept.interrupt = lambda num_steps: interrupt(engine, num_steps)
         llm = AsyncLLM.from_engine(
