@@ -231,7 +231,8 @@ class Collector:
             if self.is_started and not told_started:
                 told_started = True
                 yield Started(self._num_cached_tokens)
-            if self.is_started and self._has_new_prompt_logprobs:
+            # More of them, and the end, may come while the reader takes some.
+            while self.is_started and self._has_new_prompt_logprobs:
                 yield self._take_prompt_logprobs()
             for index, sequence in enumerate(self._sequences):
                 if self._is_due(sequence, min_tokens_per_delta):

@@ -1,6 +1,7 @@
 """A reader that keeps up: one delta a token, and what each of them may show."""
 
 import asyncio
+import struct
 
 import pytest
 from helpers.byte_tokenizer import ByteTokenizer
@@ -12,6 +13,8 @@ from jaxpaged.outputs import (
     Accepted,
     Delta,
     Finished,
+    PromptLogprobs,
+    PromptScored,
     RequestEnded,
     RequestStarted,
     SequenceOutput,
@@ -113,6 +116,31 @@ def test_a_reader_that_is_behind_gets_everything_at_once():
     deltas = [event for event in events if isinstance(event, Delta)]
     assert [(delta.index, delta.text) for delta in deltas] == [(0, "one!"), (1, "one?")]
     assert isinstance(events[-1], Finished) and events[-1].usage.completion_tokens == 8
+
+
+def test_prompt_logprobs_that_come_while_others_are_read_precede_the_rest():
+    def score(position: int) -> PromptScored:
+        return PromptScored("e", position, 1, struct.pack("=fi", -1.0, 1))
+
+    async def run() -> list[StreamEvent]:
+        request = make_request("e", [1, 2, 3], prompt_logprobs=0)
+        collector = Collector("r", request, ByteTokenizer())
+        collector.on_started(RequestStarted("e", 3, 0))
+        collector.on_scored(score(1))
+        events = []
+        async for event in collector.events():
+            events.append(event)
+            if isinstance(event, PromptLogprobs) and event.first_position == 0:
+                collector.on_scored(score(2))
+                collector.on_output(SequenceOutput("e", 0, (65,), FinishReason.MAX_TOKENS))
+                collector.on_ended(RequestEnded("e", 0))
+        return events
+
+    events = asyncio.run(run())
+    kinds = [Accepted, Started, PromptLogprobs, PromptLogprobs, Delta, Finished]
+    assert [type(event) for event in events] == kinds
+    told = [(e.first_position, len(e.logprobs)) for e in events if isinstance(e, PromptLogprobs)]
+    assert told == [(0, 2), (2, 1)]
 
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
