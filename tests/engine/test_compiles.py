@@ -1,18 +1,26 @@
 """After warm-up nothing compiles, and the counter that says so is honest (B80)."""
 
-import random
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.byte_tokenizer import ByteTokenizer
 from helpers.engines import fresh_engine, run_to_end
-from helpers.requests import make_request
+from helpers.random_requests import EOS_TOKEN_IDS, PROCESSORS, RandomRequest, random_requests
 
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine import Engine
+from jaxpaged.grammar import Vocabulary
+from jaxpaged.request import EngineRequest
+from jaxpaged.request_maker import FrontModel, RequestMaker
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
-from jaxpaged.step_plan import StepPlan
+from jaxpaged.sampling_validation import SamplingDefaults
+from jaxpaged.step_plan import PromptChunk, StepPlan
 
+VOCABULARY = Vocabulary.of(ByteTokenizer(), ByteTokenizer().vocab_size)
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -33,28 +41,31 @@ def counted_compiles() -> Iterator[list[str]]:
 
 
 def test_random_requests_compile_nothing(tiny_runner):
-    runner, rng = tiny_runner("tiny_qwen3"), random.Random(2)
-    engine = fresh_engine(runner, num_blocks=14)
+    """200 of them, with every option there is."""
+    runner = tiny_runner("tiny_qwen3")
+    engine = fresh_engine(runner, num_blocks=14, vocabulary=VOCABULARY)
+    requests = engine_requests(engine, random_requests(2, 200))
+    for processor in PROCESSORS:
+        engine.prepare(processor)
     with counted_compiles() as compiles:
-        for batch in range(12):
-            requests = [
-                make_request(
-                    f"{batch}.{i}",
-                    [rng.randrange(3, 300) for _ in range(rng.choice([1, 2, 15, 16, 17, 60, 130]))],
-                    max_tokens=rng.randrange(1, 20),
-                    temperature=rng.choice([0.0, 0.5, 1.0]),
-                    top_k=rng.choice([0, 1, 9]),
-                    top_p=rng.choice([1.0, 0.5]),
-                    min_p=rng.choice([0.0, 0.1]),
-                    n=rng.choice([1, 1, 3, 9]),
-                    seed=rng.randrange(2**40),
-                )
-                for i in range(rng.randrange(1, 13))
-            ]
-            run_to_end(engine, requests)
+        for start in range(0, len(requests), 12):
+            run_to_end(engine, requests[start : start + 12])
     stats = engine.stats()
     assert stats.compiles_after_warmup == 0 and compiles == []
     assert stats.preemptions > 0 and stats.steps > 200
+
+
+def engine_requests(engine: Engine, requests: list[RandomRequest]) -> list[EngineRequest]:
+    eos_token_ids = frozenset(EOS_TOKEN_IDS)
+    model = FrontModel(
+        EngineConfig("tiny"), ByteTokenizer(), SamplingDefaults(), eos_token_ids, engine.vocabulary
+    )
+    maker = RequestMaker(model, engine.config)
+
+    async def make() -> list[EngineRequest]:
+        return [await maker.make(str(i), r.prompt, r.params) for i, r in enumerate(requests)]
+
+    return asyncio.run(make())
 
 
 def test_both_counts_see_a_compile(tiny_runner):
@@ -83,6 +94,15 @@ def test_buckets_hold_every_plan(max_num_seqs, max_num_tokens):
                 bucket = pick_bucket(buckets, plan)
                 assert bucket.num_tokens >= num_tokens and bucket.num_rows >= max_num_seqs
                 assert not bucket.is_decode or num_tokens == num_rows
+
+
+def test_a_step_that_scores_a_prompt_is_no_decode_step():
+    """A chunk of one token: what the last layer gives is needed, which decode steps drop."""
+    buckets = make_buckets(max_num_seqs=8, max_num_tokens=64)
+    plan = plan_of(3, 3, num_samples=2)
+    assert pick_bucket(buckets, plan).is_decode
+    plan.prompt_chunks.append(PromptChunk(2, (5,), 1))
+    assert not pick_bucket(buckets, plan).is_decode
 
 
 def test_a_plan_that_fits_no_bucket_is_a_bug_of_ours():
