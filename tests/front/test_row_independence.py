@@ -145,7 +145,7 @@ def check_all(asked: Asked, found: Sequence[RequestOutput]) -> None:
         try:
             check_same(output, expected)
         except AssertionError as error:
-            raise AssertionError(f"{request} got another answer") from error
+            raise AssertionError(f"{error}: {request} got another answer") from error
 
 
 # --- every way gives what a request gets alone -------------------------------------------------
@@ -171,7 +171,8 @@ def test_answers_are_those_of_solo_runs(variant, asked, runner):
     check_all(asked, found)
     num_preemptions = sum(output.usage.preemptions for output in found)
     assert (num_preemptions > 0) == ("preempting" in variant)
-    assert sum(output.usage.cached_prompt_tokens for output in found) > 0
+    if variant == "warm":
+        assert sum(output.usage.cached_prompt_tokens for output in found) > 1000
 
 
 def test_answers_over_grpc_are_those_of_solo_runs(asked, runner):

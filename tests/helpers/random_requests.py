@@ -18,7 +18,7 @@ EOS_TOKEN_IDS = (136, 257)
 
 _CONSTRAINTS = (
     Constraint(regex="[a-f]{2,9}(xy|z)*"),
-    Constraint(choice=["left", "right", "leftmost", "안녕"]),
+    Constraint(choice=["left", "right", "leftmost", "été"]),
     Constraint(json_schema={"type": "array", "items": {"type": "integer"}, "maxItems": 3}),
     Constraint(json_schema='{"properties": {"a": {"enum": ["b", "bc"]}}, "required": ["a"]}'),
     Constraint(grammar='start: "a" rest\nrest: "b" | "c" rest'),
@@ -78,8 +78,8 @@ def _params(rng: Random, processors: tuple[Any, ...]) -> SamplingParams:
     options["max_tokens"] = rng.choice([None, rng.randint(1, 4), rng.randint(1, MAX_TOKENS)])
     if rng.random() < 0.2:
         options["constraint"] = rng.choice(_CONSTRAINTS)
-        if options["ignore_eos"]:
-            options["stop_token_ids"] = _ids(rng, 3)
+        # No byte's id: an end that the text needs would leave it nothing to draw.
+        options["stop_token_ids"] = rng.sample(range(258, VOCAB_SIZE), 3)
     else:
         options |= _tokens(rng, options["max_tokens"] or 16)
     if processors and rng.random() < 0.1:
