@@ -40,7 +40,8 @@ def make_buckets(*, max_num_seqs: int, max_num_tokens: int, on_cpu: bool = True)
 def pick_bucket(buckets: list[Bucket], plan: StepPlan) -> Bucket:
     """The smallest bucket that holds the plan."""
     num_rows, num_samples = len(plan.rows), len(plan.sample_rows)
-    is_decode = plan.num_tokens == num_rows
+    # A decode step does not keep the hidden states that prompt log-probabilities are made from.
+    is_decode = plan.num_tokens == num_rows and not plan.prompt_chunks
     for bucket in buckets:
         fits = plan.num_tokens <= bucket.num_tokens and num_samples <= bucket.num_rows
         if fits and num_rows <= bucket.num_rows and (is_decode or not bucket.is_decode):
