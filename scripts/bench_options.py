@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--json", help="write the figures there, too")
     options = parser.parse_args()
-    num_steps, num_rounds = (8, 5) if options.quick else (24, 15)
+    num_steps, num_rounds = (8, 5) if options.quick else (12, 20)
     config = EngineConfig(options.model, max_num_seqs=max(options.batch), max_model_len=512)
     model = FrontModel.load(config)
     engine = load_engine(config, model.vocabulary)
@@ -108,21 +108,23 @@ def time_cases(
 
 
 def decode_seconds(engine: Engine, requests: list[EngineRequest], num_steps: int) -> float:
-    """Mean seconds of a step in which all requests decode."""
+    """Median seconds of a step in which all requests decode."""
     for request in requests:
         engine.add(request)
     num_told = 0
     while num_told < 2 * len(requests):  # two tokens each: the pipeline is full
         num_told += sum(len(output.token_ids) for output in engine.step().sequences)
-    start = time.perf_counter()
-    outputs = [engine.step() for _ in range(num_steps)]
-    seconds = (time.perf_counter() - start) / num_steps
-    assert all(len(output.sequences) == len(requests) for output in outputs)
+    seconds = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        output = engine.step()
+        seconds.append(time.perf_counter() - start)
+        assert len(output.sequences) == len(requests)
     for request in requests:
         engine.abort(request.request_id)
     while engine.has_work:
         engine.step()
-    return seconds
+    return statistics.median(seconds)
 
 
 def figures_of(seconds: Mapping[str, list[float]], case: str) -> dict[str, float]:

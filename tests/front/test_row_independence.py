@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.byte_tokenizer import ByteTokenizer
 from helpers.engines import load_runner
 from helpers.model_fronts import with_model_front
 from helpers.random_requests import EOS_TOKEN_IDS, RandomRequest, random_requests
@@ -27,7 +26,7 @@ from helpers.same_answers import check_same, joined
 from jaxpaged.async_client import AsyncClient
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import EngineFailedError
-from jaxpaged.grammar import MaskMaker, Vocabulary
+from jaxpaged.grammar import MaskMaker
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import FinishReason
 from jaxpaged.runner import pack, sampler
@@ -41,7 +40,6 @@ NUM_REQUESTS = 100
 NUM_TOGETHER = 32
 SMALL_POOL_BLOCKS = 12
 TEXT = "[a-f]{3,9}"
-VOCABULARY = Vocabulary.of(ByteTokenizer(), ByteTokenizer().vocab_size)
 
 Ask = Callable[[RandomRequest], Awaitable[RequestOutput]]
 
@@ -120,9 +118,7 @@ def answers_over_grpc(
 
 
 def with_front[T](runner: Runner, body: Callable[[AsyncLLM], Awaitable[T]], **changes: Any) -> T:
-    return with_model_front(
-        runner, body, eos_token_ids=EOS_TOKEN_IDS, vocabulary=VOCABULARY, **changes
-    )
+    return with_model_front(runner, body, eos_token_ids=EOS_TOKEN_IDS, **changes)
 
 
 def unary(front: AsyncLLM | AsyncClient) -> Ask:
