@@ -7,14 +7,11 @@ a slow reader costs memory in proportion to the answer, and never a message a to
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 from jaxpaged.errors import EngineFailedError, JaxpagedError
 from jaxpaged.observer import RequestObserver
 from jaxpaged.outputs import (
     Accepted,
-    Completion,
-    Delta,
     Finished,
     Heartbeat,
     PositionLogprobs,
@@ -30,29 +27,9 @@ from jaxpaged.outputs import (
     Usage,
 )
 from jaxpaged.packed_logprobs import unpack_logprobs
-from jaxpaged.request import EngineRequest, FinishReason
-from jaxpaged.sampling_params import sequence_seed
-from jaxpaged.text.detokenizer import Detokenizer
-from jaxpaged.text.stops import StopChecker
+from jaxpaged.request import EngineRequest
+from jaxpaged.sequence_answer import SequenceAnswer
 from jaxpaged.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class _SequenceText:
-    """One sequence: what turns its tokens into text, and what the reader has not taken yet."""
-
-    detokenizer: Detokenizer | None
-    stops: StopChecker
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    num_tokens: int = 0
-    cumulative_logprob: float | None = None
-    finish_reason: FinishReason | None = None
-    matched_stop: str | int | None = None
-    is_new: bool = False
-    was_told: bool = False
-    last_token_s: float | None = None
 
 
 class Collector:
@@ -72,22 +49,11 @@ class Collector:
         self.max_pending_tokens: int | None = None
         self.is_streamed = False  # its reader wants deltas, not only the end
         self._observer = observer
-        params = request.params
-        self._token_bytes = tokenizer.token_bytes if tokenizer else lambda token_id: b""
         # Nothing precedes the first token of a prompt.
         self._prompt_logprobs = [PositionLogprobs(None)]
         self._num_prompt_logprobs_told = 0
         self._sequences = [
-            _SequenceText(
-                tokenizer
-                and Detokenizer(
-                    tokenizer,
-                    request.prompt_token_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                ),
-                StopChecker(params.stop, include_stop_string=params.include_stop_string),
-            )
-            for _ in range(params.n)
+            SequenceAnswer.of(request, index, tokenizer) for index in range(request.params.n)
         ]
         self._changed = asyncio.Event()
         self._ended: RequestEnded | None = None
@@ -113,7 +79,7 @@ class Collector:
         assert scored.first_position == len(self._prompt_logprobs)
         token_ids = self.request.prompt_token_ids[scored.first_position :]
         token_ids = token_ids[: scored.num_positions]
-        unpacked = unpack_logprobs(scored.logprobs, token_ids, self._token_bytes)
+        unpacked = unpack_logprobs(scored.logprobs, token_ids, self._sequences[0].token_bytes)
         self._prompt_logprobs += unpacked
         self._changed.set()
 
@@ -129,21 +95,12 @@ class Collector:
         if output.token_ids:
             self._time_tokens(sequence, len(output.token_ids))
         self._num_completion_tokens += len(output.token_ids)
-        sequence.token_ids.extend(output.token_ids)
-        if output.logprobs:
-            sequence.logprobs += unpack_logprobs(
-                output.logprobs, output.token_ids, self._token_bytes
-            )
-        sequence.cumulative_logprob = output.cumulative_logprob
-        sequence.is_new = True
-        sequence.finish_reason = output.finish_reason
-        sequence.matched_stop = output.stop_token_id
-        stopped = self._add_text(sequence, output)
+        stopped = sequence.add(output)
         if self._observer is not None and sequence.finish_reason is not None:
             self._observer.on_sequence_ended(sequence.finish_reason)
         if not sequence.was_told:
             self.wake_reader()  # a first token goes at once, others when the front sees fit
-        return stopped and output.finish_reason is None
+        return stopped
 
     def on_ended(self, ended: RequestEnded) -> None:
         self._ended = ended
@@ -157,7 +114,7 @@ class Collector:
         """Nothing more comes from the engine; the reader gets `error`, and nothing before it."""
         self._error = error
         for sequence in self._sequences:
-            sequence.text, sequence.token_ids = [], []
+            sequence.clear()
         self._changed.set()
 
     def wake_reader(self) -> None:
@@ -169,42 +126,13 @@ class Collector:
         limit = self.max_pending_tokens
         return limit is not None and sum(len(s.token_ids) for s in self._sequences) > limit
 
-    def _time_tokens(self, sequence: _SequenceText, num_tokens: int) -> None:
-        now = time.monotonic()
+    def _time_tokens(self, sequence: SequenceAnswer, num_tokens: int) -> None:
         if self._first_token_s is None:
-            self._first_token_s = now
+            self._first_token_s = time.monotonic()
             if self._observer is not None:
-                self._observer.on_first_token(now - self._accepted_s)
+                self._observer.on_first_token(self._first_token_s - self._accepted_s)
         if self._observer is not None:
-            last = sequence.last_token_s
-            self._observer.on_tokens(num_tokens, None if last is None else now - last)
-        sequence.last_token_s = now
-
-    def _add_text(self, sequence: _SequenceText, output: SequenceOutput) -> bool:
-        """Adds what may be shown; returns whether a stop string ended the sequence."""
-        num_unsearched = self.request.params.min_tokens - sequence.num_tokens
-        sequence.num_tokens += len(output.token_ids)
-        if sequence.detokenizer is None:
-            return False
-        token_ids, reason = output.token_ids, output.finish_reason
-        # An EOS or stop id is no text, and comes before any stop string.
-        ended_by_id = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        token_ids = token_ids[:-1] if ended_by_id else token_ids
-        if num_unsearched > 0:
-            sequence.text.append(sequence.detokenizer.push(token_ids[:num_unsearched]))
-            token_ids = token_ids[num_unsearched:]
-        text = sequence.detokenizer.push(token_ids)
-        if reason is not None:
-            text += sequence.detokenizer.finish()
-        match = sequence.stops.push(text)
-        sequence.text.append(match.text)
-        if match.stop is not None and not ended_by_id:
-            sequence.finish_reason = FinishReason.STOP_STRING
-            sequence.matched_stop = match.stop
-            return True
-        if reason is not None:
-            sequence.text.append(sequence.stops.finish())
-        return False
+            sequence.tell_tokens(self._observer, num_tokens)
 
     # --- to the reader -------------------------------------------------------------------------
 
@@ -234,9 +162,9 @@ class Collector:
             # More of them, and the end, may come while the reader takes some.
             while self.is_started and self._has_new_prompt_logprobs:
                 yield self._take_prompt_logprobs()
-            for index, sequence in enumerate(self._sequences):
+            for sequence in self._sequences:
                 if self._is_due(sequence, min_tokens_per_delta):
-                    yield self._take_delta(index, sequence)
+                    yield sequence.take_delta()
             if self._ended is not None and not any(s.is_new for s in self._sequences):
                 self._raise_error()
                 yield Finished(self._usage(self._ended), self._timing())
@@ -255,7 +183,7 @@ class Collector:
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            completions=[self._completion(i, s) for i, s in enumerate(self._sequences)],
+            completions=[sequence.completion() for sequence in self._sequences],
             usage=self._usage(self._ended),
             timing=self._timing(),
             prompt_logprobs=self._prompt_logprobs if self._wants_prompt_logprobs else None,
@@ -275,7 +203,7 @@ class Collector:
         self._changed.clear()
         return True
 
-    def _is_due(self, sequence: _SequenceText, min_tokens: int) -> bool:
+    def _is_due(self, sequence: SequenceAnswer, min_tokens: int) -> bool:
         """Whether there is a delta to give: a first and a last one at once, others when large."""
         if not sequence.is_new:
             return False
@@ -296,40 +224,6 @@ class Collector:
         self._num_prompt_logprobs_told = len(self._prompt_logprobs)
         return PromptLogprobs(first, self._prompt_logprobs[first:])
 
-    def _take_delta(self, index: int, sequence: _SequenceText) -> Delta:
-        delta = Delta(
-            index=index,
-            text="".join(sequence.text),
-            token_ids=sequence.token_ids,
-            finish_reason=sequence.finish_reason,
-            matched_stop=sequence.matched_stop,
-            logprobs=sequence.logprobs if self._wants_logprobs else None,
-        )
-        sequence.text, sequence.token_ids, sequence.logprobs = [], [], []
-        sequence.is_new = False
-        sequence.was_told = True
-        return delta
-
-    def _completion(self, index: int, sequence: _SequenceText) -> Completion:
-        return Completion(
-            index=index,
-            text="".join(sequence.text),
-            token_ids=sequence.token_ids,
-            # A sequence that was never forked ended with its request.
-            finish_reason=sequence.finish_reason or FinishReason.CANCELLED,
-            matched_stop=sequence.matched_stop,
-            seed=sequence_seed(self.request.params.seed, index),
-            logprobs=sequence.logprobs if self._wants_logprobs else None,
-            cumulative_logprob=_sum_of_chosen(sequence.logprobs)
-            if self._wants_logprobs
-            else sequence.cumulative_logprob,
-        )
-
-    @property
-    def _wants_logprobs(self) -> bool:
-        # The scheduler asks for those of a beam search.
-        return self.request.params.logprobs is not None and self.request.params.beam is None
-
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -349,7 +243,3 @@ class Collector:
             time_to_first_token_s=(self._first_token_s or now) - self._accepted_s,
             total_s=now - self._accepted_s,
         )
-
-
-def _sum_of_chosen(logprobs: list[PositionLogprobs]) -> float:
-    return sum(position.chosen.logprob for position in logprobs if position.chosen is not None)
