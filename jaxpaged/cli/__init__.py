@@ -4,9 +4,20 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jaxpaged
 from jaxpaged.errors import JaxpagedError
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Refuses flags that it does not know itself, so that its own usage is shown for them."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="jaxpaged", description="Paged-attention inference for language models in JAX."
     )
     parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
     for module in (serve, generate, client):
         module.add_parser(commands)
     return parser

@@ -11,7 +11,7 @@ from jaxpaged.cli.flags import (
     prompt_of,
     sampling_params_of,
 )
-from jaxpaged.cli.printing import print_deltas, print_stats
+from jaxpaged.cli.printing import print_events, print_stats
 from jaxpaged.connection import Connection
 
 _CONNECTION_HELP = {
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         connection["token"] = options.token or os.environ.get("JAXPAGED_TOKEN")
         with Client(options.address, options.admin_address, **connection) as client:
             params = sampling_params_of(options)
-            print_deltas(client.stream(prompt_of(options), params), params.n or 1)
+            print_events(client.stream_events(prompt_of(options), params), params.n or 1)
             if options.stats:
                 print_stats(client.stats(), client.block_states())
     except grpc.RpcError as error:

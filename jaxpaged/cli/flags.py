@@ -5,6 +5,7 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxpaged.config import EngineConfig
@@ -55,10 +56,10 @@ _SAMPLING_HELP = {
     "priority": "lower first, where the server schedules by priority",
 }
 _CONSTRAINT_HELP = {
-    "json_schema": "the text is JSON that this schema (as JSON) allows",
+    "json_schema": "the text is JSON that this schema (as JSON, or @FILE) allows",
     "regex": "the whole text matches this regular expression",
     "choice": "the text is one of these; may be repeated",
-    "grammar": "the text matches this grammar, in Lark's notation",
+    "grammar": "the text matches this grammar, in Lark's notation, or @FILE",
 }
 
 
@@ -131,7 +132,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     choices = text.add_mutually_exclusive_group()
     for name, help_text in _CONSTRAINT_HELP.items():
         action = "append" if name == "choice" else "store"
-        choices.add_argument(_flag_of(name), metavar="TEXT", action=action, help=help_text)
+        # A regular expression or a choice may begin with @; a schema or a grammar cannot.
+        kind = _text_or_file if name in ("json_schema", "grammar") else str
+        choices.add_argument(
+            _flag_of(name), type=kind, metavar="TEXT", action=action, help=help_text
+        )
 
 
 def sampling_params_of(options: argparse.Namespace) -> SamplingParams:
@@ -176,4 +181,16 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _bias_pair(text: str) -> tuple[int, float]:
     token_id, _, value = text.partition(":")
-    return int(token_id), float(value)
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ID:VALUE") from None
+
+
+def _text_or_file(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text[1:]!r}: {error}") from error

@@ -11,7 +11,7 @@ from jaxpaged.cli.flags import (
     prompt_of,
     sampling_params_of,
 )
-from jaxpaged.cli.printing import print_deltas
+from jaxpaged.cli.printing import print_events
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -33,5 +33,5 @@ def run(options: argparse.Namespace) -> int:
     params = sampling_params_of(options)
     prompt = prompt_of(options)
     with LLM(**engine_fields(options)) as llm:
-        print_deltas(llm.stream(prompt, params), params.n or 1)
+        print_events(llm.stream_events(prompt, params), params.n or 1)
     return 0

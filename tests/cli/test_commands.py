@@ -81,7 +81,8 @@ def test_client_streams_from_a_server_without_loading_jax():
         assert "blocks    4 of 64 in use, 3 free ones cached (16 tokens each)" in lines
         assert "·█▒" in lines
         done = run(CLIENT, address, "--chat", "--n", "2", "hi")
-        assert done.stdout.splitlines() == [f"[0] {''.join(ANSWER)}", f"[1] {''.join(ANSWER)}"]
+        text = "".join(ANSWER)
+        assert done.stdout.splitlines() == [f"[0] seed 99: {text}", f"[1] seed 100: {text}"]
         done = run(CLIENT, address, "hi", "--stats", "--admin-address", address)
         assert done.returncode == 1 and "UNIMPLEMENTED" in done.stderr
 

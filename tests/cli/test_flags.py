@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +17,11 @@ from jaxpaged.cli.flags import (
     prompt_of,
     sampling_params_of,
 )
-from jaxpaged.cli.printing import pool_picture
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CheckpointError
-from jaxpaged.outputs import BlockState, Delta
+from jaxpaged.outputs import Accepted, Delta
 from jaxpaged.request import FinishReason
-from jaxpaged.sampling_params import ChatPrompt, SamplingParams
+from jaxpaged.sampling_params import ChatPrompt, Constraint, SamplingParams
 from jaxpaged.server.config import ServerConfig
 
 
@@ -81,6 +81,38 @@ def test_sampling_flags_of_every_shape():
     )
 
 
+def test_constraints_may_come_from_files(tmp_path: Path):
+    path = tmp_path / "schema.json"
+    path.write_text('{"const": "안녕"}', encoding="utf-8")
+    for flag, name in (("--json-schema", "json_schema"), ("--grammar", "grammar")):
+        params = parse_sampling(flag, f"@{path}")
+        assert params.constraint == Constraint(**{name: '{"const": "안녕"}'})
+    params = parse_sampling("--regex", f"@{path}")
+    assert params.constraint == Constraint(regex=f"@{path}"), "an address may begin with @"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--logit-bias", "7042=-100"], "--logit-bias: '7042=-100' must be ID:VALUE"),
+        (["--logit-bias", "a:1"], "'a:1' must be ID:VALUE"),
+        (["--json-schema", "@missing.json"], "--json-schema: cannot read 'missing.json': "),
+    ],
+)
+def test_what_cannot_be_read_is_told(arguments, line, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_sampling(*arguments)
+    assert line in capsys.readouterr().err
+
+
+def test_an_unknown_flag_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", "m", "hi", "--top-j", "3"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "usage: jaxpaged generate" in error and "unrecognized arguments: --top-j 3" in error
+
+
 def test_prompt_flags():
     parser = argparse.ArgumentParser()
     add_prompt_flags(parser)
@@ -107,8 +139,9 @@ class FakeLLM:
     def __exit__(self, *exc_info: object) -> None:
         pass
 
-    def stream(self, prompt: str, params: SamplingParams):
+    def stream_events(self, prompt: str, params: SamplingParams):
         seeds = f"{self.fields['seed']}/{params.seed}"
+        yield Accepted("r", [1], params.seed or 0)
         yield Delta(0, f"{prompt} ", [1])
         yield Delta(0, seeds, [2], FinishReason.EOS)
 
@@ -149,15 +182,6 @@ def test_wrong_usage_exits_with_2(arguments, capsys: pytest.CaptureFixture[str])
         main(arguments)
     assert caught.value.code == 2
     assert "usage: jaxpaged" in capsys.readouterr().err
-
-
-def test_pool_picture_counts_the_free_end():
-    full, part = BlockState(1, 16, True), BlockState(1, 3, False)
-    cached, free = BlockState(0, 16, True), BlockState(0, 0, False)
-    assert pool_picture([free, full, part, cached, free], 16) == ["·█▒░·"]
-    picture = pool_picture([cached] * 65 + [free] * 135, 16)
-    assert picture == ["░" * 64, "░" + "·" * 63, "... and 72 more blocks"]
-    assert pool_picture([], 16) == []
 
 
 @pytest.mark.parametrize("name", ["port", "admin_port", "metrics_port"])
