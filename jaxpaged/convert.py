@@ -14,6 +14,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
+from jaxpaged.front_checks import check_chat, check_constraint
 from jaxpaged.sampling_params import ChatPrompt, Constraint, Prompt, SamplingParams
 from jaxpaged.v1 import inference_pb2 as pb
 
@@ -180,22 +181,18 @@ def request_to_proto(
 
 
 def _fill_constraint(sampling: pb.SamplingParams, constraint: Constraint) -> None:
-    values = {name: value for name, value in vars(constraint).items() if value is not None}
-    if len(values) != 1:
-        raise InvalidFieldError(
-            "constraint", f"constraint sets {sorted(values) or 'nothing'}: exactly one must be set"
-        )
-    ((name, value),) = values.items()
+    name = check_constraint(constraint)
+    value = getattr(constraint, name)
     try:
         if name == "choice":
             # An empty list is sent too, for the server to refuse.
             sampling.choice.SetInParent()
-            _extend(sampling.choice.choices, "constraint", value)
+            sampling.choice.choices.extend(value)
         else:
-            text = json.dumps(value) if isinstance(value, Mapping) else value
+            text = json.dumps(dict(value)) if isinstance(value, Mapping) else value
             setattr(sampling, name, text)
     except (TypeError, ValueError) as error:
-        raise InvalidFieldError("constraint", f"constraint.{name}: {error}") from error
+        raise InvalidFieldError(f"constraint.{name}", f"constraint.{name}: {error}") from error
 
 
 def fill_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
@@ -215,11 +212,16 @@ def fill_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt
 
 
 def _chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
+    check_chat(prompt)
     chat = pb.ChatMessages(add_generation_prompt=prompt.add_generation_prompt)
-    for message in prompt.messages:
+    for i, message in enumerate(prompt.messages):
         unknown = sorted(message.keys() - {"role", "content"})
         if unknown:
             raise InvalidFieldError("messages", f"messages: keys {unknown} cannot be sent")
+        if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str):
+            raise InvalidFieldError(
+                "messages", f"messages[{i}]: content in parts cannot be sent: give one string"
+            )
         try:
             chat.messages.add(role=message.get("role"), content=message.get("content"))
         except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jaxpaged import checkpoint, validation
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
+from jaxpaged.front_checks import check_chat, check_constraint
 from jaxpaged.grammar import Vocabulary, grammar_of
 from jaxpaged.outputs import ModelInfo
 from jaxpaged.request import EngineRequest
@@ -122,6 +123,7 @@ class RequestMaker:
 
     async def _grammar_of(self, constraint: Constraint, options: ResolvedParams) -> str:
         """Compiles a constraint, in a thread: a large one takes a second."""
+        check_constraint(constraint)
         if self._vocabulary is None:
             raise UnsupportedOptionError(
                 "constraint", "constraint needs a tokenizer that has an EOS token: none here"
@@ -139,6 +141,8 @@ class RequestMaker:
         if not isinstance(prompt, str | ChatPrompt):
             return list(prompt)
         tokenizer = self._model.tokenizer
+        if isinstance(prompt, ChatPrompt):
+            check_chat(prompt)
         if tokenizer is None:
             raise InvalidFieldError("prompt", "the model has no tokenizer: give token ids")
         await self._check_text_length(prompt)

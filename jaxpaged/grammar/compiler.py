@@ -12,13 +12,14 @@ under a second, and a refusal to some seconds (a long chain of rules that ends i
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import llguidance
 
 from jaxpaged.errors import InvalidFieldError
+from jaxpaged.front_checks import check_constraint
 from jaxpaged.grammar.vocabulary import Vocabulary
 from jaxpaged.sampling_params import Constraint
 
@@ -35,6 +36,8 @@ _FUEL = 1_000_000
 _FUEL_OF_INTERSECTIONS = 10_000
 _INTERSECTION_MARKS = ("&", "~")
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
 _TOP = '%llguidance {"no_forcing": true}\nstart: @body'
 _TOP_WITH_SPACE = '%llguidance {"no_forcing": true}\nstart: " " @body'
 
@@ -46,7 +49,7 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
       InvalidFieldError: not exactly one field is set, or that one is not valid, too large, or
         nothing that llguidance supports.
     """
-    name = _field_of(constraint)
+    name = check_constraint(constraint)
     body = _BODIES[name](getattr(constraint, name))
     top = _TOP_WITH_SPACE if vocabulary.strips_leading_space else _TOP
     grammar = json.dumps({"grammars": [{"lark_grammar": top}, {"name": "body", **body}]})
@@ -62,6 +65,8 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
         message = error_of(matcher)
         if "NoExtension" in message:
             message = "no text of this model's tokens matches it"
+        if name == "grammar" and _GBNF_RULE.search(body["lark_grammar"]):
+            message += ' (this looks like GBNF: give Lark\'s notation, as start: "a" | "b")'
         raise InvalidFieldError(f"constraint.{name}", f"constraint.{name} is refused: {message}")
     return grammar
 
@@ -73,22 +78,8 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
     return " ".join(" ".join(short[:_MAX_LINES]).split())
 
 
-def _field_of(constraint: Constraint) -> str:
-    names = [field.name for field in fields(constraint)]
-    found = [name for name in names if getattr(constraint, name) is not None]
-    if len(found) != 1:
-        raise InvalidFieldError(
-            "constraint",
-            f"constraint must set exactly one of {', '.join(names)}, it sets"
-            f" {', '.join(found) or 'none'}",
-        )
-    return found[0]
-
-
-def _schema_body(schema: Any) -> dict[str, Any]:
+def _schema_body(schema: str | Mapping[str, Any]) -> dict[str, Any]:
     name = "json_schema"
-    if not isinstance(schema, str | Mapping):
-        raise _wrong_type(name, "a JSON text or a mapping", schema)
     try:
         if isinstance(schema, str):
             _check_size(name, schema, MAX_SCHEMA_BYTES)
@@ -107,19 +98,19 @@ def _schema_body(schema: Any) -> dict[str, Any]:
     return {"json_schema": parsed}
 
 
-def _regex_body(regex: Any) -> dict[str, Any]:
-    _check_text("regex", regex, MAX_REGEX_BYTES)
+def _regex_body(regex: str) -> dict[str, Any]:
+    _check_size("regex", regex, MAX_REGEX_BYTES)
     return {"lark_grammar": f"start: /{llguidance.regex_to_lark(regex, use_ascii='')}/"}
 
 
-def _choice_body(choice: Any) -> dict[str, Any]:
+def _choice_body(choice: Sequence[Any]) -> dict[str, Any]:
     name = "choice"
-    if isinstance(choice, str) or not isinstance(choice, Sequence):
-        raise _wrong_type(name, "a sequence of strings", choice)
     if not choice:
         raise _invalid(name, "must hold at least one string")
     for text in choice:
-        _check_text(name, text, MAX_CHOICE_BYTES)
+        if not isinstance(text, str):
+            raise _invalid(name, f"must be strings only, not {type(text).__name__}")
+        _check_size(name, text, MAX_CHOICE_BYTES)
         if not text:
             raise _invalid(name, "must not hold an empty string")
     _check_size(name, "".join(choice), MAX_CHOICE_BYTES)
@@ -127,8 +118,8 @@ def _choice_body(choice: Any) -> dict[str, Any]:
     return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choice))}"}
 
 
-def _grammar_body(grammar: Any) -> dict[str, Any]:
-    _check_text("grammar", grammar, MAX_GRAMMAR_BYTES)
+def _grammar_body(grammar: str) -> dict[str, Any]:
+    _check_size("grammar", grammar, MAX_GRAMMAR_BYTES)
     return {"lark_grammar": grammar}
 
 
@@ -140,12 +131,6 @@ _BODIES = {
 }
 
 
-def _check_text(name: str, text: Any, limit: int) -> None:
-    if not isinstance(text, str):
-        raise _wrong_type(name, "a string" if name != "choice" else "strings only", text)
-    _check_size(name, text, limit)
-
-
 def _check_size(name: str, text: str, limit: int) -> None:
     try:
         size = len(text.encode())
@@ -153,10 +138,6 @@ def _check_size(name: str, text: str, limit: int) -> None:
         raise _invalid(name, f"holds a lone surrogate at character {error.start}") from error
     if size > limit:
         raise _invalid(name, f"has {size} bytes, at most {limit} are allowed")
-
-
-def _wrong_type(name: str, wanted: str, value: Any) -> InvalidFieldError:
-    return _invalid(name, f"must be {wanted}, not {type(value).__name__}")
 
 
 def _invalid(name: str, message: str) -> InvalidFieldError:

@@ -28,23 +28,27 @@ def render_chat(
     Args:
       messages: each with "role" and "content".
       add_generation_prompt: end where the assistant's answer begins.
-      template_args: more variables for the template; the ones that every template has win.
+      template_args: more variables for the template.
 
     Raises:
-      InvalidFieldError: the model has no template, or the template refuses the messages.
+      InvalidFieldError: the model has no template, it refuses the messages, or `template_args` has
+        a variable that every template gets.
     """
     if tokenizer.chat_template is None:
         raise InvalidFieldError("chat", "chat needs a chat template, and the model has none")
     if not messages:
         raise InvalidFieldError("chat", "chat must have at least one message")
-    variables = {
-        "tools": None,
-        "documents": None,
-        **(template_args or {}),
+    reserved = {
         **tokenizer.special_tokens,
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
     }
+    taken = sorted(reserved.keys() & (template_args or {}).keys())
+    if taken:
+        raise InvalidFieldError(
+            "template_args", f"template_args must not set {', '.join(taken)}: every template has it"
+        )
+    variables = {"tools": None, "documents": None, **(template_args or {}), **reserved}
     try:
         text = _compile(tokenizer.chat_template).render(variables)
     # why: a template is a program; what it does with odd messages may raise anything

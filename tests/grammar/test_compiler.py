@@ -82,6 +82,12 @@ def test_refused_in_the_compilers_words(name: str, value, message: str):
     assert message in str(error)
 
 
+def test_gbnf_is_told_from_other_mistakes():
+    assert "give Lark's notation" in str(refusal(grammar='root ::= "a" | "b"'))
+    assert "give Lark's notation" in str(refusal(grammar='# yes\n the-root ::= "a"'))
+    assert "Lark" not in str(refusal(grammar='start: "a ::= b" foo'))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -107,7 +107,7 @@ def test_a_schema_travels_as_text():
 
 @pytest.mark.parametrize("constraint", [Constraint(), Constraint(regex="a", grammar="b")])
 def test_one_constraint_at_a_time(constraint):
-    with pytest.raises(InvalidFieldError, match="exactly one must be set"):
+    with pytest.raises(InvalidFieldError, match="must set exactly one of"):
         over_the_wire(SamplingParams(constraint=constraint))
 
 
@@ -142,6 +142,8 @@ def test_non_finite_values_travel_so_that_the_server_refuses_them():
         (SamplingParams(allowed_token_ids=[]), "allowed_token_ids"),
         (SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
         (SamplingParams(stop=["\ud800"]), "stop"),
+        (SamplingParams(constraint=Constraint(choice=[1])), "constraint.choice"),  # type: ignore[list-item]
+        (SamplingParams(constraint=Constraint(grammar="\ud800")), "constraint.grammar"),
     ],
 )
 def test_client_refuses_what_the_wire_cannot_carry(params: SamplingParams, field: str):
@@ -159,6 +161,7 @@ def test_client_refuses_what_the_wire_cannot_carry(params: SamplingParams, field
         (ChatPrompt([{"role": "user", "content": "x", "name": "y"}]), "messages"),
         (ChatPrompt([{"role": "user", "content": 5}]), "messages"),  # type: ignore[dict-item]
         (ChatPrompt([], template_args={"x": object()}), "template_args"),
+        (ChatPrompt([{"role": "user", "content": [{"text": "x"}]}]), "content in parts"),  # type: ignore[dict-item]
     ],
 )
 def test_client_refuses_prompts_that_cannot_be_sent(prompt, field: str):

@@ -39,7 +39,13 @@ def test_more_variables():
     template = "{% if deep %}deep {% endif %}{{ messages[0].content }}"
     assert text_of(template, template_args={"deep": True}) == "deep 안녕"
     assert text_of(template) == "안녕"
-    assert text_of(template, template_args={"messages": []}) == "안녕"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token"])
+def test_variables_that_every_template_has_are_not_overridden(name: str):
+    with pytest.raises(InvalidFieldError, match=f"must not set {name}: every") as error:
+        text_of("x", template_args={"deep": True, name: []})
+    assert error.value.field == "template_args"
 
 
 def test_the_dialect_of_hugging_face():
