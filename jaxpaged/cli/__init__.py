@@ -13,7 +13,7 @@ from jaxpaged.errors import JaxpagedError
 class _CommandParser(argparse.ArgumentParser):
     """Refuses flags that it does not know itself, so that its own usage is shown for them."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
