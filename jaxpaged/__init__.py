@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM
     from jaxpaged.llm import LLM
-    from jaxpaged.sampling_params import Constraint, SamplingParams
+    from jaxpaged.sampling_params import ChatPrompt, Constraint, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Constraint", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "ChatPrompt", "Constraint", "SamplingParams"]
 
 _HOMES = {
     "LLM": "jaxpaged.llm",
     "AsyncLLM": "jaxpaged.async_llm",
+    "ChatPrompt": "jaxpaged.sampling_params",
     "Constraint": "jaxpaged.sampling_params",
     "SamplingParams": "jaxpaged.sampling_params",
 }

@@ -21,6 +21,7 @@ from jaxpaged.convert_outputs import (
     stats_from_proto,
 )
 from jaxpaged.outputs import BlockState, Delta, EngineStats, ModelInfo, RequestOutput, StreamEvent
+from jaxpaged.prompts import check_deltas_only
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from jaxpaged.v1 import inference_pb2 as pb
@@ -89,6 +90,8 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta]:
+        """The deltas of `stream_events` alone."""
+        check_deltas_only(params)
         async with aclosing(self.stream_events(prompt, params)) as events:
             async for event in events:
                 if isinstance(event, Delta):

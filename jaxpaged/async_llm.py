@@ -38,6 +38,7 @@ from jaxpaged.outputs import (
     StepOutputs,
     StreamEvent,
 )
+from jaxpaged.prompts import check_deltas_only
 from jaxpaged.request_maker import FrontModel, RequestMaker
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults, check_beams
@@ -176,7 +177,12 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncGenerator[Delta]:
-        """The deltas of `stream_events` alone."""
+        """The deltas of `stream_events` alone.
+
+        Raises:
+          UnsupportedOptionError: `prompt_logprobs` is set: they are no deltas.
+        """
+        check_deltas_only(params)
         events = self.stream_events(prompt, params, request_id=request_id)
         try:
             async for event in events:
@@ -274,6 +280,12 @@ class AsyncLLM:
         self.engine.close()
         self._on_died(EngineClosedError("the engine was closed"))
 
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.close()
+
     # --- inside --------------------------------------------------------------------------------
 
     async def _submit(
@@ -299,7 +311,8 @@ class AsyncLLM:
         if request_id in self.live:
             raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")
         self._check_queue()
-        tokenizer = self.tokenizer if return_text or request.params.stop else None
+        needs_text = return_text or request.params.needs_token_texts
+        tokenizer = self.tokenizer if needs_text else None
         collector = Collector(request_id, request, tokenizer, self.observer)
         self.engine.submit(request)
         self.live.add(collector, queue_timeout_s)

@@ -13,7 +13,9 @@ def beam_search_output(output: RequestOutput, length_penalty: float) -> BeamSear
       RequestCancelledError: the request was aborted.
     """
     if output.completions[0].finish_reason is FinishReason.ERROR:
-        raise NonFiniteLogitsError("the model gave non-finite logits for this request")
+        raise NonFiniteLogitsError(
+            "the model gave non-finite logits, or the options left no token to draw"
+        )
     ended = [c for c in output.completions if c.cumulative_logprob is not None]
     if not ended:
         raise RequestCancelledError("the request was aborted before it ended")

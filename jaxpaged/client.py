@@ -13,7 +13,6 @@ from jaxpaged.client_calls import (
     detokenize_request,
     need_admin,
     own_errors,
-    params_of,
     tokenize_request,
 )
 from jaxpaged.client_channel import open_channel
@@ -26,8 +25,8 @@ from jaxpaged.convert_outputs import (
     output_from_proto,
     stats_from_proto,
 )
-from jaxpaged.errors import InvalidFieldError
 from jaxpaged.outputs import BlockState, Delta, EngineStats, ModelInfo, RequestOutput, StreamEvent
+from jaxpaged.prompts import as_list, check_deltas_only, params_of
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from jaxpaged.v1 import inference_pb2 as pb
@@ -80,15 +79,14 @@ class Client:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Sends all prompts at once; one error cancels the rest and is raised."""
-        if isinstance(prompts, str | ChatPrompt):
-            raise InvalidFieldError("prompts", "prompts must be a list of prompts")
+        items = as_list(prompts)
         requests = [
             request_to_proto(prompt, of_prompt)
-            for prompt, of_prompt in zip(prompts, params_of(params, len(prompts)), strict=True)
+            for prompt, of_prompt in zip(items, params_of(params, len(items)), strict=True)
         ]
         calls = [self._stub.Generate.future(request, **self._options) for request in requests]
         try:
@@ -114,6 +112,8 @@ class Client:
             call.cancel()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
+        """The deltas of `stream_events` alone."""
+        check_deltas_only(params)
         with closing(self.stream_events(prompt, params)) as events:
             for event in events:
                 if isinstance(event, Delta):

@@ -8,7 +8,6 @@ import grpc
 
 from jaxpaged.convert import fill_prompt
 from jaxpaged.errors import InvalidFieldError
-from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.grpc_errors import error_from_rpc
 from jaxpaged.v1 import inference_pb2 as pb
 
@@ -22,16 +21,6 @@ def own_errors() -> Generator[None]:
         if error is rpc_error:
             raise
         raise error from rpc_error
-
-
-def params_of(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidFieldError("params", f"{len(params)=} must equal {num_prompts=}")
-    return list(params)
 
 
 def tokenize_request(text: str, add_special_tokens: bool) -> pb.TokenizeRequest:

@@ -31,6 +31,9 @@ from jaxpaged.request import EngineRequest
 from jaxpaged.sequence_answer import SequenceAnswer
 from jaxpaged.text.tokenizer import Tokenizer
 
+# Positions of a prompt in one event: with 20 tokens each, well under what clients take.
+_MAX_POSITIONS = 1024
+
 
 class Collector:
     """Takes the engine's outputs for one request; gives events, or the whole answer at once."""
@@ -221,8 +224,9 @@ class Collector:
 
     def _take_prompt_logprobs(self) -> PromptLogprobs:
         first = self._num_prompt_logprobs_told
-        self._num_prompt_logprobs_told = len(self._prompt_logprobs)
-        return PromptLogprobs(first, self._prompt_logprobs[first:])
+        logprobs = self._prompt_logprobs[first : first + _MAX_POSITIONS]
+        self._num_prompt_logprobs_told += len(logprobs)
+        return PromptLogprobs(first, logprobs)
 
     def _raise_error(self) -> None:
         if self._error is not None:

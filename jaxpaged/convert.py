@@ -15,6 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
 from jaxpaged.front_checks import check_chat, check_constraint
+from jaxpaged.prompts import token_ids_of
 from jaxpaged.sampling_params import ChatPrompt, Constraint, Prompt, SamplingParams
 from jaxpaged.v1 import inference_pb2 as pb
 
@@ -206,7 +207,7 @@ def fill_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt
             raise InvalidFieldError("text", f"text: {error}") from error
     elif isinstance(request, pb.GenerateRequest):
         request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, "token_ids", prompt)
+        _extend(request.token_ids.ids, "token_ids", token_ids_of(prompt))
     else:
         raise InvalidFieldError("text", "only text and conversations can be tokenized")
 

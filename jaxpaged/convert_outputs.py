@@ -163,7 +163,9 @@ def _fill_ending(
     if source.finish_reason is FinishReason.CANCELLED:
         raise RequestCancelledError("the request was aborted before it ended")
     if source.finish_reason is FinishReason.ERROR:
-        raise NonFiniteLogitsError("the model gave non-finite logits for this request")
+        raise NonFiniteLogitsError(
+            "the model gave non-finite logits, or the options left no token to draw"
+        )
     if source.finish_reason is not None:
         message.finish_reason = _REASONS[source.finish_reason]
     if isinstance(source.matched_stop, str):

@@ -169,7 +169,9 @@ class Engine:
     # --- between steps -------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        self.scheduler.add(request)
+        queued = self.scheduler.add(request)
+        if self._mask_maker is not None:
+            self._mask_maker.start(queued)
 
     def prepare(self, processor: Any) -> None:
         """Compiles a user's function before a request comes that uses it; in any thread.

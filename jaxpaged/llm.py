@@ -7,9 +7,16 @@ usable.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Sequence,
+)
 from functools import partial
-from numbers import Integral
 from types import TracebackType
 from typing import Any, cast
 
@@ -24,8 +31,10 @@ from jaxpaged.outputs import (
     ModelInfo,
     RequestOutput,
     Score,
+    StreamEvent,
 )
-from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
+from jaxpaged.prompts import as_list, params_of
+from jaxpaged.sampling_params import Prompt, SamplingParams
 from jaxpaged.text import Tokenizer
 
 Prompts = Prompt | Sequence[Prompt]
@@ -74,30 +83,22 @@ class LLM:
         Raises:
           JaxpagedError: a prompt was refused (then none is answered), or a step failed.
         """
-        items = _as_list(prompts)
-        if isinstance(params, SamplingParams) or params is None:
-            params = [params or SamplingParams()] * len(items)
-        if len(params) != len(items):
-            raise InvalidFieldError(
-                "params", f"params has {len(params)} entries for {len(items)} prompts"
-            )
+        items = as_list(prompts)
         calls = [
             partial(self._llm.generate, prompt, param)
-            for prompt, param in zip(items, params, strict=True)
+            for prompt, param in zip(items, params_of(params, len(items)), strict=True)
         ]
         return self._wait(self._run_all("generate", calls, use_tqdm))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """The answer to one prompt, piece by piece; closing the iterator aborts the request."""
-        deltas = self._llm.stream(prompt, params)
-        try:
-            while True:
-                delta = self._wait(_next_or_none(deltas))
-                if delta is None:
-                    return
-                yield delta
-        finally:
-            self._wait(deltas.aclose())
+        return self._iterate(self._llm.stream(prompt, params))
+
+    def stream_events(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[StreamEvent]:
+        """Everything that happens to a request: see `AsyncLLM.stream_events`."""
+        return self._iterate(self._llm.stream_events(prompt, params))
 
     def chat(
         self, messages: list[dict[str, str]], params: SamplingParams | None = None, **options: Any
@@ -133,7 +134,7 @@ class LLM:
         def search(prompt: Prompt) -> Awaitable[BeamSearchOutput]:
             return self._llm.beam_search(prompt, beam_width, max_tokens, length_penalty, **options)
 
-        calls = [partial(search, prompt) for prompt in _as_list(prompts)]
+        calls = [partial(search, prompt) for prompt in as_list(prompts)]
         return self._wait(self._run_all("beam search", calls, use_tqdm))
 
     def score(
@@ -151,7 +152,7 @@ class LLM:
         Raises:
           JaxpagedError: a prompt was refused (then none is scored), or a step failed.
         """
-        items, wanted = _as_list(prompts), _as_list(completions)
+        items, wanted = as_list(prompts), as_list(completions)
         if len(items) != len(wanted):
             raise InvalidFieldError(
                 "completions", f"completions has {len(wanted)} entries for {len(items)} prompts"
@@ -214,6 +215,16 @@ class LLM:
                 tasks = [group.create_task(run(call, bar)) for call in calls]
         return [task.result() for task in tasks]
 
+    def _iterate[T](self, items: AsyncGenerator[T]) -> Generator[T]:
+        try:
+            while True:
+                item = self._wait(_next_or_none(items))
+                if item is None:
+                    return
+                yield item
+        finally:
+            self._wait(items.aclose())
+
     def _wait[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the loop's thread; an interrupt here cancels it there."""
         if self._is_closed:
@@ -245,22 +256,11 @@ class LLM:
             raise
 
 
-async def _next_or_none(deltas: AsyncIterator[Delta]) -> Delta | None:
-    return await anext(deltas, None)
+async def _next_or_none[T](items: AsyncIterator[T]) -> T | None:
+    return await anext(items, None)
 
 
 async def _end_of_other_tasks() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
-
-
-def _as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt alone is a list of one; a list of numbers is one prompt."""
-    if isinstance(prompts, str | ChatPrompt):
-        return [prompts]
-    items = list(prompts)
-    # NumPy's integers are Integral, its arrays are not.
-    if items and all(isinstance(item, Integral) for item in items):
-        return [cast(list[int], items)]
-    return cast(list[Prompt], items)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from jaxpaged import checkpoint, validation
@@ -11,6 +12,7 @@ from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
 from jaxpaged.front_checks import check_chat, check_constraint
 from jaxpaged.grammar import Vocabulary, grammar_of
 from jaxpaged.outputs import ModelInfo
+from jaxpaged.prompts import token_ids_of
 from jaxpaged.request import EngineRequest
 from jaxpaged.sampling_params import (
     ChatPrompt,
@@ -78,6 +80,10 @@ class RequestMaker:
         self._model = model
         self._resolved = resolved
         self._vocabulary = model.vocabulary and model.vocabulary.resized(resolved.vocab_size)
+        # Ids that no logit belongs to are never drawn.
+        self._eos_token_ids = frozenset(i for i in model.eos_token_ids if i < resolved.vocab_size)
+        # Of its own: a large constraint must not hold up long texts.
+        self._compilers = ThreadPoolExecutor(2, "jaxpaged-constraint")
         self._seeds = random.Random(model.config.seed)
 
     async def make(
@@ -105,20 +111,20 @@ class RequestMaker:
             model.defaults,
             num_prompt_tokens=len(token_ids),
             is_chat=isinstance(prompt, ChatPrompt),
-            eos_token_ids=model.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             draw_seed=lambda: self._seeds.getrandbits(64) - 2**63,
         )
         if params.constraint is not None:
             options = replace(options, grammar=await self._grammar_of(params.constraint, options))
         if length_penalty is not None:
-            options = resolve_beams(options, resolved, length_penalty, model.eos_token_ids)
+            options = resolve_beams(options, resolved, length_penalty, self._eos_token_ids)
         if options.stop and model.tokenizer is None:
             raise InvalidFieldError("stop", f"stop={options.stop} needs a tokenizer: none here")
         return EngineRequest(
             request_id=engine_id,
             prompt_token_ids=token_ids,
             params=options,
-            eos_token_ids=frozenset() if options.ignore_eos else model.eos_token_ids,
+            eos_token_ids=frozenset() if options.ignore_eos else self._eos_token_ids,
         )
 
     async def _grammar_of(self, constraint: Constraint, options: ResolvedParams) -> str:
@@ -128,8 +134,9 @@ class RequestMaker:
             raise UnsupportedOptionError(
                 "constraint", "constraint needs a tokenizer that has an EOS token: none here"
             )
-        check_with_constraint(options)
-        return await asyncio.to_thread(grammar_of, constraint, self._vocabulary)
+        check_with_constraint(options, self._eos_token_ids)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compilers, grammar_of, constraint, self._vocabulary)
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """The token ids that `generate` would use for this prompt.
@@ -139,7 +146,7 @@ class RequestMaker:
             tokenizer would hold up every other request for as long as it takes.
         """
         if not isinstance(prompt, str | ChatPrompt):
-            return list(prompt)
+            return token_ids_of(prompt)
         tokenizer = self._model.tokenizer
         if isinstance(prompt, ChatPrompt):
             check_chat(prompt)

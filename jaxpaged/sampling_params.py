@@ -116,6 +116,11 @@ class ResolvedParams:
     logits_processor: Any = None
 
     @property
+    def needs_token_texts(self) -> bool:
+        """Whether tokens become text even where nobody wants the text."""
+        return bool(self.stop) or (self.logprobs, self.prompt_logprobs) != (None, None)
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether the logits change before a token is drawn, other than by a grammar."""
         return bool(

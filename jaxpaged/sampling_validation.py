@@ -13,9 +13,9 @@ from jaxpaged.field_checks import (
     MIN_FLOAT,
     check_bool,
     check_float,
-    check_id,
     check_ids,
     check_int,
+    check_text,
 )
 from jaxpaged.sampling_params import (
     MAX_LOGPROBS,
@@ -81,18 +81,22 @@ def resolve_params(
       InvalidFieldError: a value is out of range, or fields do not go together.
     """
     room, vocab_size = max(1, config.max_model_len - num_prompt_tokens), config.vocab_size
-    max_tokens = _or(params.max_tokens, room if is_chat else 16)
+    max_tokens = check_int("max_tokens", _or(params.max_tokens, room if is_chat else 16), 0)
+    min_tokens = check_int("min_tokens", _or(params.min_tokens, 0), 0)
+    if min_tokens > max_tokens:
+        raise InvalidFieldError("min_tokens", f"{min_tokens=} must be at most {max_tokens=}")
     temperature = _or(params.temperature, defaults.temperature)
     top_k, top_p = _or(params.top_k, defaults.top_k), _or(params.top_p, defaults.top_p)
     min_p = _or(params.min_p, defaults.min_p)
     _check_sampling(temperature, top_k, top_p, min_p)
     seed = params.seed if params.seed is not None else draw_seed()
     resolved = ResolvedParams(
-        max_tokens=check_int("max_tokens", max_tokens, 0),
-        min_tokens=check_int("min_tokens", _or(params.min_tokens, 0), 0),
+        # More than fits changes nothing, and could be more than a message carries.
+        max_tokens=min(max_tokens, config.max_model_len),
+        min_tokens=min(min_tokens, config.max_model_len),
         temperature=float(temperature),
         # At most a 32-bit number of ids exists: a larger k is off, as is any above the vocabulary.
-        top_k=top_k if 0 < top_k < vocab_size else 0,
+        top_k=int(top_k) if 0 < top_k < vocab_size else 0,
         top_p=float(top_p),
         min_p=float(min_p),
         repetition_penalty=_check_repetition(
@@ -105,7 +109,9 @@ def resolve_params(
         logit_bias=_check_logit_bias(params.logit_bias, vocab_size),
         allowed_token_ids=_check_allowed(params.allowed_token_ids, vocab_size),
         stop=_check_stop(params.stop),
-        stop_token_ids=check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size),
+        stop_token_ids=frozenset(
+            check_ids("stop_token_ids", _or(params.stop_token_ids, ()), vocab_size)
+        ),
         ignore_eos=check_bool("ignore_eos", params.ignore_eos, False),
         include_stop_string=check_bool("include_stop_string", params.include_stop_string, False),
         logprobs=_check_logprobs("logprobs", params.logprobs),
@@ -126,11 +132,6 @@ def _check_together(params: ResolvedParams, eos_token_ids: frozenset[int]) -> No
         raise InvalidFieldError(
             "max_tokens",
             f"max_tokens=0 must be at least 1, unless n=1 and prompt_logprobs is set: n={params.n}",
-        )
-    if params.min_tokens > params.max_tokens:
-        raise InvalidFieldError(
-            "min_tokens",
-            f"min_tokens={params.min_tokens} must be at most max_tokens={params.max_tokens}",
         )
     allowed, ends = params.allowed_token_ids, params.stop_token_ids
     if not params.ignore_eos:
@@ -173,8 +174,15 @@ def resolve_beams(
     return replace(params, beam=beam, logprobs=params.n + len(ends))
 
 
-def check_with_constraint(params: ResolvedParams) -> None:
+def check_with_constraint(params: ResolvedParams, eos_token_ids: frozenset[int]) -> None:
     """Refuses options that would leave nothing to draw once the text is complete."""
+    ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+    allowed = params.allowed_token_ids
+    if allowed is not None and not allowed & ends:
+        raise InvalidFieldError(
+            "allowed_token_ids",
+            "allowed_token_ids with a constraint must hold an EOS or stop id: it could not end",
+        )
     if params.min_tokens:
         raise InvalidFieldError(
             "min_tokens", f"min_tokens={params.min_tokens} must be 0 with a constraint"
@@ -213,9 +221,9 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> tuple[tuple[int, floa
         raise InvalidFieldError(
             "logit_bias", f"logit_bias={logit_bias!r:.80} must map token ids to numbers"
         )
-    checked = []
-    for token_id, value in (logit_bias or {}).items():
-        number = check_id("a key of logit_bias", token_id, vocab_size, field="logit_bias")
+    checked, bias = [], {} if logit_bias is None else logit_bias
+    ids = check_ids("logit_bias", bias.keys(), vocab_size, what="key")
+    for number, value in zip(ids, bias.values(), strict=True):
         value = check_float(f"logit_bias[{number}]", value, field="logit_bias")
         checked.append((number, min(100.0, max(-100.0, value))))
     return tuple(checked)
@@ -224,7 +232,7 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> tuple[tuple[int, floa
 def _check_allowed(token_ids: Any, vocab_size: int) -> frozenset[int] | None:
     if token_ids is None:
         return None
-    allowed = check_ids("allowed_token_ids", token_ids, vocab_size)
+    allowed = frozenset(check_ids("allowed_token_ids", token_ids, vocab_size))
     if not allowed:
         raise InvalidFieldError("allowed_token_ids", "allowed_token_ids must not be empty")
     return allowed
@@ -244,7 +252,7 @@ def _check_processor(processor: Any) -> Any:
 def _check_stop(stop: Any) -> tuple[str, ...]:
     if not isinstance(stop, Iterable | None):
         raise InvalidFieldError("stop", f"stop={stop!r} must be a string or a list of strings")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else tuple(stop)
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidFieldError(
             "stop", f"stop has {len(stops)} strings: at most {MAX_STOP_STRINGS} are allowed"
@@ -255,13 +263,17 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
                 "stop",
                 f"stop={text!r:.80} must be a string of 1 to {MAX_STOP_STRING_LENGTH} characters",
             )
+        check_text("stop", text)
     return stops
 
 
 def _check_salt(salt: str | None) -> str:
-    if salt is not None and not isinstance(salt, str):
+    if salt is None:
+        return ""
+    if not isinstance(salt, str):
         raise InvalidFieldError("cache_salt", f"cache_salt={salt!r} must be a string")
-    return salt or ""
+    check_text("cache_salt", salt)
+    return salt
 
 
 def _check_priority(priority: int | None, scheduling: str) -> int:

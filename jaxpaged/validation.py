@@ -9,7 +9,7 @@ from typing import get_args
 
 from jaxpaged.config import EngineConfig, LoadFormat, ResolvedConfig, Scheduling
 from jaxpaged.errors import ContextTooLongError, InvalidFieldError
-from jaxpaged.field_checks import check_id, check_int
+from jaxpaged.field_checks import check_ids, check_int
 
 
 def check_engine_config(config: EngineConfig) -> None:
@@ -57,9 +57,7 @@ def check_prompt(
     if not len(token_ids):
         raise InvalidFieldError("prompt", "the prompt is empty: it must have at least 1 token")
     check_prompt_len(len(token_ids), config, num_new=num_new)
-    for position, token_id in enumerate(token_ids):
-        check_id(f"prompt token {position}", token_id, config.vocab_size, field="prompt")
-    return tuple(map(int, token_ids))
+    return tuple(check_ids("prompt", token_ids, config.vocab_size, what="prompt token"))
 
 
 def check_prompt_len(

@@ -14,6 +14,7 @@ under a second, and a refusal to some seconds (a long chain of rules that ends i
 import json
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import llguidance
@@ -38,6 +39,14 @@ _INTERSECTION_MARKS = ("&", "~")
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
+# All ways to read a text so far; some grammars have more of them with every token.
+_MAX_ITEMS_A_STEP = 2000
+
+# An automaton that divides by n has n states, and one for several divisors has their product.
+MAX_DIVISORS = 20_000
+_DIVISOR = re.compile(r'"multipleOf"\s*:\s*([-+.\deE]+)')
+_ESCAPE = re.compile(r"\\u([\da-fA-F]{4})")
+
 _TOP = '%llguidance {"no_forcing": true}\nstart: @body'
 _TOP_WITH_SPACE = '%llguidance {"no_forcing": true}\nstart: " " @body'
 
@@ -51,16 +60,16 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
     """
     name = check_constraint(constraint)
     body = _BODIES[name](getattr(constraint, name))
+    _check_divisors(name, body)
     top = _TOP_WITH_SPACE if vocabulary.strips_leading_space else _TOP
     grammar = json.dumps({"grammars": [{"lark_grammar": top}, {"name": "body", **body}]})
     intersects = any(mark in body.get("lark_grammar", "") for mark in _INTERSECTION_MARKS)
-    limits = llguidance.LLParserLimits(
-        initial_lexer_fuel=_FUEL_OF_INTERSECTIONS if intersects else _FUEL,
-        verbose_errors=False,
-    )
+    limits = parser_limits(_FUEL_OF_INTERSECTIONS if intersects else _FUEL)
     matcher = llguidance.LLMatcher(vocabulary.index, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # why: only the first step finds that no text matches at all
+    if name == "json_schema" and not matcher.is_error():
+        _try_object(matcher, vocabulary)
     if matcher.is_error():
         message = error_of(matcher)
         if "NoExtension" in message:
@@ -69,6 +78,40 @@ def grammar_of(constraint: Constraint, vocabulary: Vocabulary) -> str:
             message += ' (this looks like GBNF: give Lark\'s notation, as start: "a" | "b")'
         raise InvalidFieldError(f"constraint.{name}", f"constraint.{name} is refused: {message}")
     return grammar
+
+
+def parser_limits(initial_lexer_fuel: int = _FUEL) -> llguidance.LLParserLimits:
+    """What a grammar may cost, the same where it is checked and where it is followed."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=initial_lexer_fuel,
+        step_max_items=_MAX_ITEMS_A_STEP,
+        verbose_errors=False,
+    )
+
+
+def _try_object(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    """Opens an object, if the schema begins with one: it fails here when it has too many keys."""
+    brace = next((i for i, token in enumerate(vocabulary.tokens) if token == b"{"), None)
+    if brace is not None and matcher.validate_tokens([brace]) == 1:
+        matcher.consume_tokens([brace])
+        matcher.compute_bitmask()
+
+
+def _check_divisors(name: str, body: Mapping[str, Any]) -> None:
+    """Refuses what would take minutes and gigabytes, for which llguidance has no limit."""
+    text = body["lark_grammar"] if "lark_grammar" in body else json.dumps(body["json_schema"])
+    text = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    product = 1
+    for number in _DIVISOR.findall(text):
+        try:
+            product *= max(1, abs(Fraction(number).numerator))
+        except ValueError:
+            continue  # no number: llguidance says so
+        if product > MAX_DIVISORS:
+            raise _invalid(
+                name,
+                f"has multipleOf={number}: all of them multiplied must be at most {MAX_DIVISORS}",
+            )
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:

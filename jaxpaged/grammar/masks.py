@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -31,12 +32,23 @@ class MaskMaker:
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
         # Compiled once a request, copied for each of its sequences.
-        self._unused: WeakKeyDictionary[Request, Matcher] = WeakKeyDictionary()
+        self._unused: WeakKeyDictionary[Request, Future[Matcher]] = WeakKeyDictionary()
         self._followers: WeakKeyDictionary[GeneratedSequence, _Follower] = WeakKeyDictionary()
 
     @cached_property
     def _filler(self) -> MaskFiller:
         return MaskFiller()  # why late: it starts threads
+
+    @cached_property
+    def _compilers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(2, "jaxpaged-grammar")
+
+    def start(self, request: Request) -> None:
+        """Begins to compile a request's grammar beside the steps that come before it is needed."""
+        grammar = request.source.params.grammar
+        if grammar:
+            ends = request.source.eos_token_ids | request.source.params.stop_token_ids
+            self._unused[request] = self._compilers.submit(Matcher, self._vocabulary, grammar, ends)
 
     def masks(
         self, sequences: Sequence[GeneratedSequence]
@@ -64,16 +76,9 @@ class MaskMaker:
             return None  # its token was drawn for nothing
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = _Follower(self._new_matcher(sequence.request, sequence.end_token_ids))
+            follower = _Follower(self._unused[sequence.request].result().copy())
             self._followers[sequence] = follower
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         follower.matcher.accept(output[follower.num_accepted :])
         follower.num_accepted = len(output)
         return follower.matcher
-
-    def _new_matcher(self, request: Request, end_token_ids: frozenset[int]) -> Matcher:
-        matcher = self._unused.get(request)
-        if matcher is None:
-            grammar = request.source.params.grammar
-            matcher = self._unused[request] = Matcher(self._vocabulary, grammar, end_token_ids)
-        return matcher.copy()

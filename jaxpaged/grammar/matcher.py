@@ -7,7 +7,7 @@ import llguidance
 import numpy as np
 from jaxtyping import Integer
 
-from jaxpaged.grammar.compiler import error_of
+from jaxpaged.grammar.compiler import error_of, parser_limits
 from jaxpaged.grammar.vocabulary import Vocabulary
 
 # Masks: words of 32 bits, signed or not; bit i of word w stands for the token id 32 * w + i.
@@ -42,7 +42,7 @@ class Matcher:
         Raises:
           ValueError: llguidance refuses `grammar`.
         """
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = parser_limits()
         matcher = llguidance.LLMatcher(vocabulary.index, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"grammar is refused: {error_of(matcher)}")

@@ -47,7 +47,10 @@ class Vocabulary:
           UnsupportedOptionError: none of them is an EOS, so no constrained text could end.
         """
         eos_token_ids = frozenset(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        _check_eos(eos_token_ids)
+        if not eos_token_ids:
+            raise UnsupportedOptionError(
+                "constraint", "constraint is not supported: the model has no EOS token"
+            )
         special = frozenset(i for i in tokenizer.special_token_ids if i < vocab_size)
         return cls(
             tokens=tuple(tokenizer.token_bytes(i) for i in range(vocab_size)),
@@ -56,15 +59,12 @@ class Vocabulary:
             strips_leading_space=tokenizer.strips_leading_space,
         )
 
-    def resized(self, vocab_size: int) -> "Vocabulary":
-        """The same for logits of another width.
-
-        Raises:
-          UnsupportedOptionError: no EOS is left.
-        """
+    def resized(self, vocab_size: int) -> "Vocabulary | None":
+        """The same for logits of another width; None where no EOS is left."""
         padding = (b"",) * (vocab_size - len(self.tokens))
         eos_token_ids = frozenset(i for i in self.eos_token_ids if i < vocab_size)
-        _check_eos(eos_token_ids)
+        if not eos_token_ids:
+            return None
         return replace(
             self,
             tokens=self.tokens[:vocab_size] + padding,
@@ -90,13 +90,6 @@ class Vocabulary:
     def __getstate__(self) -> dict[str, Any]:
         # why: the index cannot be pickled
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def _check_eos(eos_token_ids: Set[int]) -> None:
-    if not eos_token_ids:
-        raise UnsupportedOptionError(
-            "constraint", "constraint is not supported: the model has no EOS token"
-        )
 
 
 class _TokenizerWrapper:

@@ -59,8 +59,8 @@ def adjustments_row(
     bias = np.full(vocab_size, 0.0 if allowed_token_ids is None else -np.inf, np.float32)
     if allowed_token_ids is not None:
         bias[list(allowed_token_ids)] = 0.0
-    for token_id, value in logit_bias.items():
-        bias[token_id] += value
+    if logit_bias:
+        bias[list(logit_bias)] += np.array(list(logit_bias.values()), np.float32)
     return tokens, bias
 
 

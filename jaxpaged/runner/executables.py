@@ -16,7 +16,13 @@ from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, wri
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.inputs import NUM_OPTIONS, StepLayout, sample_inputs
 from jaxpaged.runner.logprobs import score_step, top_logprobs
-from jaxpaged.runner.processors import LogitsProcessor, put_rows, take_rows, vectorised
+from jaxpaged.runner.processors import (
+    LogitsProcessor,
+    check_pure,
+    put_rows,
+    take_rows,
+    vectorised,
+)
 from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.step import BatchState, forward_step, sample_step, update_tables
 from jaxpaged.runner.weights import Weights
@@ -148,7 +154,7 @@ class Executables:
         logits, inputs, _ = self._outputs(bucket)
         arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
         rows = jax.tree.map(self._replicate, jax.eval_shape(take_rows, *arguments))
-        return self._get(key, vectorised(processor), rows)
+        return self._get(key, vectorised(processor), rows, check=check_pure)
 
     def copy_blocks(self, num_pairs: int) -> Any:
         """(pool, sources, destinations) -> pool."""
@@ -199,13 +205,21 @@ class Executables:
         *,
         donate: tuple[int, ...] = (),
         out: Any = None,
+        check: Callable[[str], None] | None = None,
     ) -> Any:
-        """Compiles at the first call; outputs are whole on each device unless `out` says more."""
+        """Compiles at the first call; outputs are whole on each device unless `out` says more.
+
+        Args:
+          check: looks at the traced program, and raises where it must not run.
+        """
         if key not in self._compiled:
             start = time.monotonic()
             out = self._replicated if out is None else out
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
-            self._compiled[key] = jitted.lower(*arguments).compile()
+            traced = jitted.trace(*arguments)
+            if check is not None:
+                check(str(traced.jaxpr))
+            self._compiled[key] = traced.lower().compile()
             with self._lock:
                 self.num_compiles += 1
             logger.info("compiled %s in %.1f s", " ".join(map(str, key)), time.monotonic() - start)

@@ -70,6 +70,15 @@ def put_rows(
     return logits.at[idxs].set(rows, mode="promise_in_bounds")
 
 
+def check_pure(program: str) -> None:
+    """Refuses a traced function that calls back into Python: what it raises would hurt all rows."""
+    for callback in ("pure_callback", "io_callback"):
+        if callback in program:
+            raise InvalidFieldError(
+                "logits_processor", f"logits_processor uses {callback}: it must be JAX only"
+            )
+
+
 def vectorised(processor: LogitsProcessor) -> LogitsProcessor:
     """The processor over rows.
 

@@ -30,7 +30,7 @@ class Roster:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def add(self, source: EngineRequest) -> None:
+    def add(self, source: EngineRequest) -> Request:
         """Queues a request. Its id must be new among those that have not ended."""
         assert source.request_id not in self.requests, f"{source.request_id=} runs already"
         # One that never fits would wait at the head of the queue for ever, all others behind it.
@@ -41,6 +41,7 @@ class Roster:
         self._num_arrived += 1
         self.requests[source.request_id] = request
         self.waiting.push(request.new_sequence(self._config.max_model_len))
+        return request
 
     def start(self, sequence: Sequence) -> None:
         """Gives a sequence that has its first blocks a row."""

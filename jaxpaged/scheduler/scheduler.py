@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.outputs import PromptScored, SequenceOutput, StepOutputs
-from jaxpaged.request import EngineRequest, FinishReason, Sequence, SequenceStatus
+from jaxpaged.request import EngineRequest, FinishReason, Request, Sequence, SequenceStatus
 from jaxpaged.scheduler.admission import add_chunk, admit_waiting
 from jaxpaged.scheduler.beam_group import BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager
@@ -57,9 +57,9 @@ class Scheduler:
 
     # --- requests come and go ------------------------------------------------------------------
 
-    def add(self, source: EngineRequest) -> None:
+    def add(self, source: EngineRequest) -> Request:
         """Queues a request. Its id must be new among those that have not ended."""
-        self.roster.add(source)
+        return self.roster.add(source)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """Ends all sequences of a request, in any state; False if it is unknown or has ended."""

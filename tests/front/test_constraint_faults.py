@@ -47,6 +47,9 @@ def test_what_is_no_constraint_is_refused_in_the_compiler_s_words(tiny_runner):
             with pytest.raises(InvalidFieldError, match=f"{field}=.* with a constraint") as error:
                 await llm.generate(PROMPT, constrained(regex="a", **options))
             assert error.value.field == field
+        with pytest.raises(InvalidFieldError, match="must hold an EOS or stop id") as error:
+            await llm.generate(PROMPT, constrained(regex="a", allowed_token_ids=[5]))
+        assert error.value.field == "allowed_token_ids"
         assert (await llm.stats()).steps == 0, "nothing was queued"
 
     with_model_front(tiny_runner(MODEL), body, eos_token_ids=[EOS])

@@ -206,13 +206,10 @@ def test_with_allowed_ids_and_top_k(tiny_runner):
         constrained(regex="[ab]{8}", allowed_token_ids=[B, 5, EOS], temperature=1.0),
         constrained(regex="[ab]{8}", top_k=1, temperature=1.0),
         constrained(regex="[ab]{8}"),
-        constrained(regex="[ab]{8}", allowed_token_ids=[B]),
     ]
     outputs = ask_together(runner, [PROMPT] * len(params), params, eos_token_ids=[EOS])
     assert tokens_of(outputs[0]) == [B] * 8 + [EOS]
     assert tokens_of(outputs[1]) == tokens_of(outputs[2]), "top_k is of what the mask leaves"
-    # Nothing is left where only the end may come: this row alone ends with an error.
-    assert whole(outputs[3]) == [([B] * 8, "b" * 8, FinishReason.ERROR)]
 
 
 @OVERLAP

@@ -159,3 +159,15 @@ def test_one_row_of_a_function_fails_alone(tiny_runner):
     assert outputs[0].completions[0].finish_reason is FinishReason.ERROR
     assert tokens_of(outputs[1]) == positions(5, 10)
     assert outputs[1].completions[0].finish_reason is FinishReason.MAX_TOKENS
+
+
+def test_a_function_that_calls_back_into_python_is_refused(tiny_runner):
+    def calls_back(logits, state):
+        shape = jax.ShapeDtypeStruct(logits.shape, "float32")
+        return jax.pure_callback(lambda x: x, shape, logits, vmap_method="sequential")
+
+    async def body(llm: AsyncLLM):
+        with pytest.raises(InvalidFieldError, match="uses pure_callback: it must be JAX only"):
+            await llm.generate([5, 6], SamplingParams(logits_processor=calls_back))
+
+    with_model_front(tiny_runner(MODEL), body)

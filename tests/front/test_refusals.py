@@ -28,6 +28,10 @@ BAD_PROMPTS = [
     ([2**40], InvalidFieldError, "prompt token 0 is 1099511627776: ids are 0 to 299"),
     ([1.5], InvalidFieldError, "prompt token 0 is 1.5, not an integer"),
     ([None], InvalidFieldError, "prompt token 0 is None, not an integer"),
+    ([True], InvalidFieldError, "prompt token 0 is True, not an integer"),
+    (b"hi", InvalidFieldError, "prompt=b'hi' must be a text"),
+    (None, InvalidFieldError, "prompt=None must be a text, a list of token ids or a ChatPrompt"),
+    ({"prompt": "hi"}, InvalidFieldError, "prompt={'prompt': 'hi'} must be a text"),
     ([np.array([1, 2])], InvalidFieldError, "prompt token 0 is array"),
     ([1] * 256, ContextTooLongError, "256 tokens: with one more it must fit max_model_len=256"),
     ("x" * 256, ContextTooLongError, "256 tokens: with one more it must fit max_model_len=256"),
@@ -62,6 +66,9 @@ BAD_PARAMS = [
     ({"stop_token_ids": [1, -1]}, r"stop_token_ids\[1\] is -1: ids are 0 to 299"),
     ({"stop_token_ids": [2**31 - 1]}, r"stop_token_ids\[0\] is 2147483647"),
     ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids"),
+    ({"stop_token_ids": 0}, "stop_token_ids=0 must be a list of token ids"),
+    ({"stop": ["\ud800"]}, "stop holds a lone surrogate at character 0"),
+    ({"cache_salt": "\ud800"}, "cache_salt holds a lone surrogate at character 0"),
     ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
     ({"include_stop_string": "no"}, "include_stop_string='no' must be true or false"),
     ({"skip_special_tokens": 0}, "skip_special_tokens=0 must be true or false"),
@@ -77,7 +84,7 @@ BAD_PARAMS = [
     ({"presence_penalty": 2.5}, r"presence_penalty=2.5 must be a finite number in \[-2, 2\]"),
     ({"frequency_penalty": math.nan}, r"frequency_penalty=nan must be .* in \[-2, 2\]"),
     ({"logit_bias": [5]}, r"logit_bias=\[5\] must map token ids to numbers"),
-    ({"logit_bias": {300: 1.0}}, "a key of logit_bias is 300: ids are 0 to 299"),
+    ({"logit_bias": {300: 1.0}}, "key 0 is 300: ids are 0 to 299"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\]=nan must be a finite number"),
     ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ({"allowed_token_ids": [300]}, r"allowed_token_ids\[0\] is 300: ids are 0 to 299"),
@@ -105,7 +112,7 @@ def test_bad_prompts_and_params_are_refused_and_the_front_goes_on():
                 await llm.generate("p", SamplingParams(**options))
             assert error.value.field == next(iter(options)) and "\n" not in str(error.value)
             with pytest.raises(InvalidFieldError, match=line):
-                async for _ in llm.stream("p", SamplingParams(**options)):
+                async for _ in llm.stream_events("p", SamplingParams(**options)):
                     pass
         assert front.runner.num_steps == 0, "nothing was queued"
         output = await llm.generate("p", SamplingParams())

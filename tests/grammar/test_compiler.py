@@ -36,6 +36,10 @@ def refusal(**constraint) -> InvalidFieldError:
     return caught.value
 
 
+# More keys than a step of the parser may look at.
+WIDE_SCHEMA = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
+
+
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
@@ -69,6 +73,10 @@ def test_exactly_one_field(constraint: dict, message: str):
         ("json_schema", {"type": "strin"}, "Invalid type: strin"),
         ("json_schema", {"type": "array", "uniqueItems": True}, r'Unimplemented keys: ["unique'),
         ("json_schema", {"$ref": "https://example.com/a.json"}, "does not fetch resources"),
+        ("json_schema", {"multipleOf": 30011}, "multipleOf=30011: all of them multiplied"),
+        ("json_schema", {"allOf": [{"multipleOf": 257}] * 2}, "multipleOf=257: all of them"),
+        ("json_schema", WIDE_SCHEMA, "Too many items"),
+        ("grammar", 'start: %json {"multiple\\u004ff": 30011}', "multipleOf=30011"),
         ("grammar", "", "no start"),
         ("grammar", "start: foo", 'unknown name: "foo"'),
         ("grammar", "start: <|foo|>", 'unknown special token: "<|foo|>"'),

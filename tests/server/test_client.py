@@ -46,13 +46,20 @@ def test_generate_returns_what_llm_returns():
     with_client(use)
 
 
-def test_generate_refuses_a_lone_prompt_and_a_wrong_number_of_params():
+def test_generate_takes_a_lone_prompt_and_refuses_what_is_none():
     def use(client: Client, running: Running) -> None:
-        with pytest.raises(errors.InvalidFieldError, match="list of prompts"):
-            client.generate("text")
-        with pytest.raises(errors.InvalidFieldError, match="num_prompts=2"):
+        assert len(client.generate("text")) == len(client.generate([1, 2])) == 1
+        num_calls = len(running.llm.calls)
+        for prompts in ({"prompt": "text"}, 5, [{"prompt_token_ids": [1]}]):
+            with pytest.raises(errors.InvalidFieldError, match="must be a text"):
+                client.generate(prompts)  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidFieldError, match="1 entries for 2 prompts"):
             client.generate(["a", "b"], [SamplingParams()])
-        assert running.llm.calls == []
+        with pytest.raises(errors.InvalidFieldError, match="must be SamplingParams"):
+            client.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+        with pytest.raises(errors.UnsupportedOptionError, match="stream_events"):
+            next(client.stream("a", SamplingParams(prompt_logprobs=1)))
+        assert len(running.llm.calls) == num_calls
 
     with_client(use)
 
