@@ -184,3 +184,13 @@ def test_the_reference_by_hand():
     np.testing.assert_allclose(
         adjusted_for(params, logits, [], [], [0]), [-np.inf, -np.inf, 4.0, -99.5]
     )
+
+
+def test_end_ids_beyond_the_logits_are_never_drawn_and_harm_nobody(tiny_runner):
+    """Tokenizers and generation configs name ids that a model has no logit for."""
+    runner, prompt = tiny_runner(MODEL), prompt_of(9)
+    params = [greedy(8, min_tokens=8), greedy(8, repetition_penalty=1.5), greedy(8)]
+    ends, beyond = [2], [2, VOCAB_SIZE, 5000]
+    wanted = ask_together(runner, [prompt] * 3, params, eos_token_ids=ends)
+    found = ask_together(runner, [prompt] * 3, params, eos_token_ids=beyond)
+    assert list(map(tokens_of, found)) == list(map(tokens_of, wanted))

@@ -131,3 +131,14 @@ def test_smollm2():
     text = '{"name":"안녕 \\"x\\"","count":30}'
     matcher.accept(tokenizer.encode(text, add_special_tokens=False))
     assert allowed_ids(matcher) == sorted(tokenizer.eos_token_ids)
+
+
+def test_another_width_keeps_the_ids_and_needs_an_eos():
+    tokenizer = ByteTokenizer()
+    (eos,) = tokenizer.eos_token_ids
+    vocabulary = Vocabulary.of(tokenizer, eos + 1)
+    wider = vocabulary.resized(eos + 40)
+    assert wider is not None and wider.vocab_size == eos + 40
+    assert wider.tokens[: eos + 1] == vocabulary.tokens and not any(wider.tokens[eos + 1 :])
+    assert wider.resized(eos + 1) == vocabulary
+    assert vocabulary.resized(eos) is None, "no text could end"
