@@ -9,12 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from jaxpaged.errors import EngineFailedError, JaxpagedError
+from jaxpaged.logprobs import PositionLogprobs, unpack_logprobs
 from jaxpaged.observer import RequestObserver
 from jaxpaged.outputs import (
     Accepted,
     Finished,
     Heartbeat,
-    PositionLogprobs,
     PromptLogprobs,
     PromptScored,
     RequestEnded,
@@ -26,7 +26,6 @@ from jaxpaged.outputs import (
     Timing,
     Usage,
 )
-from jaxpaged.packed_logprobs import unpack_logprobs
 from jaxpaged.request import EngineRequest
 from jaxpaged.sequence_answer import SequenceAnswer
 from jaxpaged.text.tokenizer import Tokenizer

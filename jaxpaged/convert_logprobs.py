@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxpaged.outputs import PositionLogprobs, TokenLogprob
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
 from jaxpaged.v1 import inference_pb2 as pb
 
 

@@ -2,44 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
 from jaxpaged.request import FinishReason
-
-# --- log-probabilities -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token at one position: the log-softmax of the model's own logits there.
-
-    Attributes:
-      rank: 1 is the most likely; of equals, the lower id comes first.
-      token_bytes: the token's text, which need not be whole UTF-8; empty without a tokenizer.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    token_bytes: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The token at one position, and the most likely ones there, best first.
-
-    Attributes:
-      chosen: None for the first token of a prompt, which nothing precedes.
-    """
-
-    chosen: TokenLogprob | None
-    top: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def entries(self) -> list[TokenLogprob]:
-        """The k best and the chosen one, best first: k or k + 1 of them."""
-        if self.chosen is None or self.chosen in self.top:
-            return self.top
-        return sorted([*self.top, self.chosen], key=lambda entry: entry.rank)
-
 
 # --- engine -> front ---------------------------------------------------------------------------
 
@@ -50,7 +14,7 @@ class PositionLogprobs:
 class SequenceOutput:
     """New tokens of one sequence; `finish_reason` is set in its last one.
 
-    `logprobs` has a record for each token, as packed_logprobs.py says; empty when not asked for.
+    `logprobs` has a record for each token, as logprobs.py says; empty when not asked for.
     `cumulative_logprob` is told of the hypotheses of a beam search.
     """
 

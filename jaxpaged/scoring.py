@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from jaxpaged.errors import InvalidFieldError
-from jaxpaged.outputs import Score, TokenLogprob
+from jaxpaged.logprobs import TokenLogprob
+from jaxpaged.outputs import Score
 from jaxpaged.sampling_params import Prompt, SamplingParams
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
+from jaxpaged.logprobs import PositionLogprobs, unpack_logprobs
 from jaxpaged.observer import RequestObserver
-from jaxpaged.outputs import Completion, Delta, PositionLogprobs, SequenceOutput
-from jaxpaged.packed_logprobs import unpack_logprobs
+from jaxpaged.outputs import Completion, Delta, SequenceOutput
 from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.sampling_params import ResolvedParams, sequence_seed
 from jaxpaged.text.detokenizer import Detokenizer

@@ -3,16 +3,8 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from jaxpaged.outputs import (
-    Accepted,
-    BlockState,
-    Delta,
-    EngineStats,
-    PositionLogprobs,
-    PromptLogprobs,
-    StreamEvent,
-    TokenLogprob,
-)
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
+from jaxpaged.outputs import Accepted, BlockState, Delta, EngineStats, PromptLogprobs, StreamEvent
 from jaxpaged.sampling_params import sequence_seed
 
 _BLOCKS_A_LINE = 64

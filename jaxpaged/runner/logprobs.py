@@ -1,6 +1,6 @@
 """Log-probabilities: the model's own, before temperature, masks and penalties.
 
-Packed for the way to the front as `packed_logprobs` describes.
+Packed for the way to the front as `jaxpaged.logprobs` describes.
 """
 
 import jax

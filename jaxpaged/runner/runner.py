@@ -22,8 +22,8 @@ from tqdm import tqdm
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import ResolvedConfig
 from jaxpaged.errors import InvalidFieldError
+from jaxpaged.logprobs import num_words
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.packed_logprobs import num_words
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
 from jaxpaged.runner.executables import COPY_SIZES, MAX_UPDATES, Executables
 from jaxpaged.runner.inputs import SampleInputs, max_table_updates

@@ -7,8 +7,8 @@ both where another beam of its search, or all others, would wait for them.
 """
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.logprobs import unpack_best
 from jaxpaged.outputs import SequenceOutput
-from jaxpaged.packed_logprobs import unpack_best
 from jaxpaged.request import FinishReason, Request, Sequence, SequenceStatus
 from jaxpaged.scheduler.admission import admit_waiting
 from jaxpaged.scheduler.beam_search import BeamSearch, Candidate

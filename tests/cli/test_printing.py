@@ -3,15 +3,8 @@
 import pytest
 
 from jaxpaged.cli.printing import pool_picture, print_events
-from jaxpaged.outputs import (
-    Accepted,
-    BlockState,
-    Delta,
-    PositionLogprobs,
-    PromptLogprobs,
-    StreamEvent,
-    TokenLogprob,
-)
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
+from jaxpaged.outputs import Accepted, BlockState, Delta, PromptLogprobs, StreamEvent
 from jaxpaged.request import FinishReason
 
 FIRST = PositionLogprobs(None)

@@ -19,7 +19,8 @@ from helpers.oracle_logprobs import (
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import InvalidFieldError
-from jaxpaged.outputs import Delta, PositionLogprobs, RequestOutput, TokenLogprob
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
+from jaxpaged.outputs import Delta, RequestOutput
 from jaxpaged.request import FinishReason
 from jaxpaged.sampling_params import SamplingParams
 

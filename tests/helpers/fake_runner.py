@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import exp, log
 
-from jaxpaged.packed_logprobs import unpack_best
+from jaxpaged.logprobs import unpack_best
 from jaxpaged.request import EngineRequest
 from jaxpaged.scheduler.beam_search import BeamSearch, Hypothesis
 from jaxpaged.step_plan import RowStart, StepPlan, StepResult

@@ -9,7 +9,7 @@ import numpy as np
 from helpers.numpy_model import numpy_logits
 from safetensors.numpy import load_file
 
-from jaxpaged.outputs import PositionLogprobs, TokenLogprob
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
 
 MODEL = "tiny_qwen3"
 # Float32 against float64, which are apart by 1.4e-5.

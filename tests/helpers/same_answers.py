@@ -3,16 +3,15 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jaxpaged.logprobs import PositionLogprobs, TokenLogprob
 from jaxpaged.outputs import (
     Accepted,
     Completion,
     Delta,
     Finished,
-    PositionLogprobs,
     PromptLogprobs,
     RequestOutput,
     StreamEvent,
-    TokenLogprob,
 )
 from jaxpaged.sampling_params import sequence_seed
 

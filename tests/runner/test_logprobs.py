@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers.numpy_sampling import logprobs_of
 
-from jaxpaged.outputs import PositionLogprobs
-from jaxpaged.packed_logprobs import num_words, unpack_logprobs
+from jaxpaged.logprobs import PositionLogprobs, num_words, unpack_logprobs
 from jaxpaged.runner.logprobs import top_logprobs
 from jaxpaged.sampling_params import MAX_LOGPROBS
 
