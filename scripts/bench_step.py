@@ -22,23 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from model_shapes import QWEN3_4B
 
 from jaxpaged import LLM, SamplingParams
 
-QWEN3_4B = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 2560,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
-    "max_position_embeddings": 8192,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 SMALL = {
     "num_hidden_layers": 4,
     "hidden_size": 256,

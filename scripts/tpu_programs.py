@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import model_shapes
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,22 +39,7 @@ LLAMA_8B = ModelConfig.from_hf(
         "torch_dtype": "bfloat16",
     }
 )
-QWEN3_4B = ModelConfig.from_hf(
-    {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 2560,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "vocab_size": 151936,
-        "max_position_embeddings": 8192,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-)
+QWEN3_4B = ModelConfig.from_hf(model_shapes.QWEN3_4B)
 
 _COPYING = ("copy", "copy-start", "fusion", "transpose", "convert")
 _WHOLE = PartitionSpec()
