@@ -249,6 +249,7 @@ def logprobs_are_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pack.Packer, "num_best", rolled)
 
 
+MAX_ROUNDS = 8
 FAULTS = [
     rows_keep_their_first_counts,
     counts_are_lost_in_preemption,
@@ -261,9 +262,11 @@ FAULTS = [
 @pytest.mark.parametrize("asked", [0], indirect=True)
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_shows(plant, asked, runner, monkeypatch):
+    """In one of a few rounds: who is preempted, and beside whom, depends on when they came."""
     plant(monkeypatch)
     # The second is the grammar's, which gets a token that it did not allow.
     with pytest.raises(
         (AssertionError, EngineFailedError), match=r"got another answer$|: RuntimeError$"
     ):
-        check_all(asked, answers_to(runner, asked.requests, num_blocks=SMALL_POOL_BLOCKS))
+        for _ in range(MAX_ROUNDS):
+            check_all(asked, answers_to(runner, asked.requests, num_blocks=SMALL_POOL_BLOCKS))
