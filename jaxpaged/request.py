@@ -38,6 +38,11 @@ class EngineRequest:
     params: ResolvedParams
     eos_token_ids: frozenset[int]
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """EOS and stop ids."""
+        return self.eos_token_ids | self.params.stop_token_ids
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
@@ -155,7 +160,7 @@ class Request:
             token_ids=list(source.prompt_token_ids),
             num_prompt_tokens=num_prompt,
             max_total_tokens=min(num_prompt + source.params.max_tokens, max_model_len),
-            end_token_ids=source.eos_token_ids | source.params.stop_token_ids,
+            end_token_ids=source.end_token_ids,
             order=(source.params.priority, self.arrival_idx, index),
         )
         self.sequences.append(sequence)

@@ -133,9 +133,7 @@ def _check_together(params: ResolvedParams, eos_token_ids: frozenset[int]) -> No
             "max_tokens",
             f"max_tokens=0 must be at least 1, unless n=1 and prompt_logprobs is set: n={params.n}",
         )
-    allowed, ends = params.allowed_token_ids, params.stop_token_ids
-    if not params.ignore_eos:
-        ends |= eos_token_ids
+    allowed, ends = params.allowed_token_ids, _end_token_ids(params, eos_token_ids)
     if allowed is not None and params.min_tokens and allowed <= ends:
         raise InvalidFieldError(
             "allowed_token_ids",
@@ -161,7 +159,7 @@ def resolve_beams(
     Raises:
       InvalidFieldError: so many beams do not fit this engine.
     """
-    ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+    ends = _end_token_ids(params, eos_token_ids)
     # A beam's n best continuations that do not end, and all that end.
     most = min(MAX_LOGPROBS - len(ends), config.max_num_seqs)
     if params.n > most:
@@ -176,7 +174,7 @@ def resolve_beams(
 
 def check_with_constraint(params: ResolvedParams, eos_token_ids: frozenset[int]) -> None:
     """Refuses options that would leave nothing to draw once the text is complete."""
-    ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
+    ends = _end_token_ids(params, eos_token_ids)
     allowed = params.allowed_token_ids
     if allowed is not None and not allowed & ends:
         raise InvalidFieldError(
@@ -191,6 +189,10 @@ def check_with_constraint(params: ResolvedParams, eos_token_ids: frozenset[int])
         raise InvalidFieldError(
             "ignore_eos", "ignore_eos=True with a constraint needs stop_token_ids"
         )
+
+
+def _end_token_ids(params: ResolvedParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
 
 
 def _or[T](value: T | None, default: T) -> T:

@@ -45,10 +45,11 @@ class MaskMaker:
 
     def start(self, request: Request) -> None:
         """Begins to compile a request's grammar beside the steps that come before it is needed."""
-        grammar = request.source.params.grammar
-        if grammar:
-            ends = request.source.eos_token_ids | request.source.params.stop_token_ids
-            self._unused[request] = self._compilers.submit(Matcher, self._vocabulary, grammar, ends)
+        source = request.source
+        if source.params.grammar:
+            self._unused[request] = self._compilers.submit(
+                Matcher, self._vocabulary, source.params.grammar, source.end_token_ids
+            )
 
     def masks(
         self, sequences: Sequence[GeneratedSequence]

@@ -7,10 +7,11 @@ host may plan the next step.
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from itertools import batched
 from typing import Any
 
 import jax
@@ -214,7 +215,7 @@ class Runner:
         _free((self.weights, self.pool, self._state, self._sampler.adjustments))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        for pairs in _slices(copies, COPY_SIZES[-1]):
+        for pairs in batched(copies, COPY_SIZES[-1]):
             size = next(size for size in COPY_SIZES if size >= len(pairs))
             padded = np.zeros((2, size), np.int32)
             padded[:, : len(pairs)] = np.array(pairs, np.int32).T
@@ -225,7 +226,7 @@ class Runner:
     ) -> list[tuple[int, int, int]]:
         """Writes the table entries that the packed vector has no room for; returns the others."""
         room = max_table_updates(bucket, self.config.block_size)
-        for entries in _slices(updates[room:], MAX_UPDATES):
+        for entries in batched(updates[room:], MAX_UPDATES):
             padded = np.zeros((MAX_UPDATES, 3), np.int32)
             padded[:, 0] = self.config.max_num_seqs
             padded[: len(entries)] = entries
@@ -263,11 +264,6 @@ def _free(arrays: Any) -> None:
     for array in jax.tree.leaves(arrays):
         if not array.is_deleted():
             array.delete()
-
-
-def _slices[T](items: list[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def _empty_plan(null_row: int) -> StepPlan:

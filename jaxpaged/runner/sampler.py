@@ -7,6 +7,7 @@ Only `sample` always runs; the others join when a row of the step asks for them.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import batched
 from typing import Any
 
 import jax
@@ -134,8 +135,10 @@ class Sampler:
         """Packed log-probabilities of the plan's prompt chunks, in slices of a fixed size."""
         return [
             [
-                self._score_slice(bucket, weights, hidden, chunk.first_idx + at, token_ids)
-                for at, token_ids in _slices(chunk.token_ids)
+                self._score_slice(
+                    bucket, weights, hidden, chunk.first_idx + i * MAX_SCORED, token_ids
+                )
+                for i, token_ids in enumerate(batched(chunk.token_ids, MAX_SCORED))
             ]
             for chunk in plan.prompt_chunks
         ]
@@ -173,8 +176,3 @@ class Sampler:
         padded = np.full((bucket.num_rows, num_words), -1, np.int32)
         padded[: len(masks)] = masks
         return padded
-
-
-def _slices(token_ids: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for at in range(0, len(token_ids), MAX_SCORED):
-        yield at, token_ids[at : at + MAX_SCORED]

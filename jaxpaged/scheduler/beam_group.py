@@ -95,7 +95,7 @@ class BeamGroup:
             beam_width=params.n,
             length_penalty=params.beam.length_penalty,
             max_tokens=min(params.max_tokens, room),
-            end_token_ids=source.eos_token_ids | params.stop_token_ids,
+            end_token_ids=source.end_token_ids,
         )
         self._max_model_len = max_model_len
         self._beams = list(request.sequences)
