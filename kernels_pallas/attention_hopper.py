@@ -83,7 +83,10 @@ def paged_attention(
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     is_decode_step = num_tokens == num_rows
     num_decode_rows = jnp.int32(num_rows) if is_decode_step else metadata.num_decode_rows
-    shared = pool, first_row, metadata.block_tables, metadata.kv_lens
+    # why: XLA hands a kernel a slice of a larger argument in place, and a kernel refuses what does
+    # not begin at a multiple of 256 bytes. What an operation made is an array of its own.
+    kv_lens = jnp.maximum(metadata.kv_lens, 0)
+    shared = pool, first_row, metadata.block_tables, kv_lens
     decode_plan = make_decode_plan(
         metadata,
         num_decode_rows,

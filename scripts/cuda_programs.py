@@ -177,7 +177,7 @@ def compile_step(
       step_folder: that of `dump_steps`.
     """
     block_size, dtype = 16, jnp.dtype(model.dtype)
-    weights = _weights(WeightStructure(model, model.dtype, "sliced", mesh))
+    weights = _weights(WeightStructure(model, model.dtype, "flat", mesh))
     pool = _pool(
         mesh,
         num_layers=model.num_layers,
@@ -226,11 +226,11 @@ def _pool(mesh: Mesh, **sizes: Any) -> KVPool:
 
 
 def _weights(structure: WeightStructure) -> Weights:
-    def arrays(parameters: tuple[Parameter, ...], *layers: int) -> tuple[Any, ...]:
+    def arrays(parameters: tuple[Parameter, ...]) -> tuple[Any, ...]:
         dtype = jnp.dtype(structure.dtype)
-        return tuple(_struct(structure.mesh, (*layers, *p.shape), dtype) for p in parameters)
+        return tuple(_struct(structure.mesh, p.shape, dtype) for p in parameters)
 
     groups = tuple(
-        arrays(group.structure.parameters, group.num_layers) for group in structure.groups
+        (arrays(group.structure.parameters),) * group.num_layers for group in structure.groups
     )
     return Weights(arrays(structure.outer.parameters), groups, structure)

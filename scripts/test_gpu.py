@@ -14,9 +14,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.attention_cases import AttentionCase, Shape, make_case, oracle, with_block_dropped
+from helpers.attention_cases import AttentionCase, Shape, make_case, with_block_dropped
 from helpers.attention_cases import with_layout as with_pool_layout
 from helpers.requests import make_request
+from helpers.row_oracle import row_oracle
 
 from jaxpaged.checkpoint import locate
 from jaxpaged.checkpoint.locate import home_folder
@@ -45,6 +46,7 @@ SHAPES = [
     (2, 4, 128, 16, {"soft_cap": 5.0}),
     (2, 4, 128, 16, {"sinks": True}),
     (3, 3, 64, 16, {"window": 33, "soft_cap": 3.0, "sinks": True}),
+    (4, 4, 128, 16, {"dtype": jnp.float16}),
 ]
 
 
@@ -87,6 +89,8 @@ def check_kernels() -> str:
 def shape_errors(number: int, is_decode: bool) -> list[float]:
     """Relative errors of random steps of one shape."""
     num_kv_heads, group, head_dim, block_size, options = SHAPES[number]
+    dtype = options.get("dtype", jnp.bfloat16)
+    options = {name: value for name, value in options.items() if name != "dtype"}
     shape = Shape(
         num_q_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
@@ -96,7 +100,7 @@ def shape_errors(number: int, is_decode: bool) -> list[float]:
         table_width=640 // block_size,
         num_tokens=8 if is_decode else 320,
         num_rows=8,
-        dtype=jnp.bfloat16,
+        dtype=dtype,
     )
     cases = random_cases(shape, is_decode, number, options.get("window"))
     errors = [step_error(case, **options) for case in cases]
@@ -123,7 +127,7 @@ def step_error(case: AttentionCase, *, sinks: bool = False, scale: float = 1.0, 
     """Relative error of one step against the oracle; NaN anywhere counts as infinite."""
     num_heads, head_dim = case.q.shape[1:]
     values = jnp.linspace(-2, 2, num_heads, dtype=jnp.float32) if sinks else None
-    expected, _ = oracle(case, sm_scale=head_dim**-0.5, sinks=values, **options)
+    expected = row_oracle(case, sm_scale=head_dim**-0.5, sinks=values, **options)
     pool = with_pool_layout(case.pool, ops.pool_layout(IMPL))
     arguments = replace(case, pool=pool).args
     out = attend(arguments, values, sm_scale=head_dim**-0.5 * scale, **options)
@@ -155,11 +159,15 @@ def check_controls() -> None:
     shape = Shape(8, 2, 128, 16, num_blocks=64, table_width=40, dtype=jnp.bfloat16)
     shape = replace(shape, num_tokens=8, num_rows=8)
     case = make_case([(1, 200)] * 3, num_decode_rows=3, shape=shape)
-    expected, _ = oracle(case, sm_scale=128**-0.5)
+    expected = row_oracle(case, sm_scale=128**-0.5)
     k, v = case.pool.layer_kv(1)
     faults = {
         "a dropped block": with_block_dropped(case, 0, 3),
         "K and V swapped": replace(case, pool=case.pool.with_layer_kv(1, v, k)),
+        # What lies behind a row's end is NaN.
+        "a key too many": replace(
+            case, metadata=replace(case.metadata, kv_lens=case.metadata.kv_lens + 1)
+        ),
     }
     for name, faulty in faults.items():
         pool = with_pool_layout(faulty.pool, ops.pool_layout(IMPL))

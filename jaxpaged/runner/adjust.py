@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxpaged.runner.inputs import SampleInputs
+from jaxpaged.runner.inputs import SampleInputs, read_sample_words
 
 # Bits of `Adjustments.tokens`; the ones below count how often the output has the token.
 IN_PROMPT = 1 << 30
@@ -80,7 +80,7 @@ def write_row(
 def adjust_step(
     logits: Float32[Array, "num_samples vocab"],
     adjustments: Adjustments,
-    inputs: SampleInputs,
+    words: Int32[Array, "words num_samples"],
     masks: Int32[Array, "num_samples mask_words"],
 ) -> tuple[Float32[Array, "num_samples vocab"], Adjustments]:
     """Counts the tokens that the rows drew last, then adjusts the logits.
@@ -89,6 +89,7 @@ def adjust_step(
       adjustments: donated.
       masks: bit i of word w allows token 32 * w + i; all ones for rows without a grammar.
     """
+    inputs = read_sample_words(words)
     # A row's first token comes from its prompt: what precedes it was counted when the row started.
     is_new = (inputs.is_decode & inputs.is_adjusted).astype(jnp.int32)
     tokens = adjustments.tokens.at[inputs.rows, inputs.last_token_ids].add(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
-from jaxpaged.runner.inputs import NUM_OPTIONS, StepLayout, sample_inputs
+from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout
 from jaxpaged.runner.logprobs import score_step, top_logprobs
 from jaxpaged.runner.processors import (
     LogitsProcessor,
@@ -36,6 +36,8 @@ COPY_SIZES = (1, 8, 64)
 MAX_UPDATES = 1024
 # Prompt tokens whose log-probabilities one call computes.
 MAX_SCORED = 64
+# From this many tokens on cuBLASLt's products beat Triton's on an H200 (docs/performance.md).
+MIN_CUBLAS_TOKENS = 64
 
 
 class Executables:
@@ -62,16 +64,16 @@ class Executables:
             lambda: Adjustments(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         )
         self._adjustments = jax.tree.map(self._replicate, adjustments)
-        on_cpu = weights.structure.mesh.devices.flat[0].platform == "cpu"
+        self._platform = weights.structure.mesh.devices.flat[0].platform
         # A pass over the logits is dear where they must come from a GPU's memory.
-        self._digit_bits = 1 if on_cpu else 4
+        self._digit_bits = 1 if self._platform == "cpu" else 4
         self._block_size = block_size
         self._impl = impl
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._output_shapes: dict[Bucket, tuple[Any, Any, Any]] = {}
 
     def forward(self, bucket: Bucket) -> Any:
-        """(weights, pool, state, packed) -> (logits, pool, state, sample inputs, hidden)."""
+        """(weights, pool, state, packed) -> (logits, pool, state, sample words, hidden)."""
         step, packed = self._forward_step(bucket)
         whole = self._replicated
         return self._get(
@@ -80,23 +82,24 @@ class Executables:
             (self._weights, self._pool, self._state, packed),
             donate=(1, 2),
             out=(whole, self._pool_sharding, whole, whole, whole),
+            options=self._forward_options(bucket),
         )
 
     def sample(self, bucket: Bucket, variant: Variant) -> Any:
-        """(logits, state, sample inputs) -> (token ids and flags, state)."""
-        logits, inputs, _ = self._outputs(bucket)
+        """(logits, state, sample words) -> (token ids and flags, state)."""
+        logits, words, _ = self._outputs(bucket)
         return self._get(
             ("sample", bucket.num_rows, variant.value),
             partial(sample_step, variant=variant, digit_bits=self._digit_bits),
-            (logits, self._state, inputs),
+            (logits, self._state, words),
             donate=(1,),
         )
 
     def adjust(self, bucket: Bucket) -> Any:
-        """(logits, adjustments, sample inputs, masks) -> (logits, adjustments)."""
-        logits, inputs, _ = self._outputs(bucket)
+        """(logits, adjustments, sample words, masks) -> (logits, adjustments)."""
+        logits, words, _ = self._outputs(bucket)
         masks = self._int32(bucket.num_rows, num_mask_words(logits.shape[1]))
-        arguments = (logits, self._adjustments, inputs, masks)
+        arguments = (logits, self._adjustments, words, masks)
         return self._get(("adjust", bucket.num_rows), adjust_step, arguments, donate=(1,))
 
     def write_row(self) -> Any:
@@ -130,9 +133,9 @@ class Executables:
         return self._get(("score",), score_step, arguments)
 
     def take_rows(self, bucket: Bucket, num_rows: int) -> Any:
-        """(logits, adjustments, sample inputs, idxs) -> (logits, states) of `num_rows` rows."""
-        logits, inputs, _ = self._outputs(bucket)
-        arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
+        """(logits, adjustments, sample words, idxs) -> (logits, states) of `num_rows` rows."""
+        logits, words, _ = self._outputs(bucket)
+        arguments = (logits, self._adjustments, words, self._int32(num_rows))
         return self._get(("take_rows", bucket.num_rows), take_rows, arguments)
 
     def put_rows(self, bucket: Bucket, num_rows: int) -> Any:
@@ -151,8 +154,8 @@ class Executables:
         key = ("process", processor)
         if key in self._compiled:  # why: what follows is traced, too slow for every step
             return self._compiled[key]
-        logits, inputs, _ = self._outputs(bucket)
-        arguments = (logits, self._adjustments, inputs, self._int32(num_rows))
+        logits, words, _ = self._outputs(bucket)
+        arguments = (logits, self._adjustments, words, self._int32(num_rows))
         rows = jax.tree.map(self._replicate, jax.eval_shape(take_rows, *arguments))
         return self._get(key, vectorised(processor), rows, check=check_pure)
 
@@ -169,12 +172,18 @@ class Executables:
         arguments = (self._state, self._int32(MAX_UPDATES, 3))
         return self._get(("update_tables",), update_tables, arguments, donate=(0,))
 
+    def _forward_options(self, bucket: Bucket) -> dict[str, Any]:
+        """XLA's options for a `forward`."""
+        if self._platform != "gpu" or bucket.num_tokens < MIN_CUBLAS_TOKENS:
+            return {}
+        return {"xla_gpu_enable_triton_gemm": False}
+
     def _forward_step(self, bucket: Bucket) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
         layout = StepLayout.of(bucket, self._block_size)
         return partial(forward_step, layout=layout, impl=self._impl), self._int32(layout.size)
 
     def _outputs(self, bucket: Bucket) -> tuple[Any, Any, Any]:
-        """Shapes of the logits, sample inputs and hidden states that `forward` gives."""
+        """Shapes of the logits, sample words and hidden states that `forward` gives."""
         if bucket not in self._output_shapes:
             self._output_shapes[bucket] = self._make_outputs(bucket)
         return self._output_shapes[bucket]
@@ -185,10 +194,8 @@ class Executables:
         logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
         num_hidden = 0 if bucket.is_decode else bucket.num_tokens
         hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), structure.dtype)
-        words, flags = self._int32(rows), jax.ShapeDtypeStruct((rows,), np.bool_)
-        options = self._int32(NUM_OPTIONS * rows)
-        inputs = jax.eval_shape(sample_inputs, words, words, words, flags, options)
-        return jax.tree.map(self._replicate, (logits, inputs, hidden))
+        words = self._int32(NUM_SAMPLE_WORDS, rows)
+        return jax.tree.map(self._replicate, (logits, words, hidden))
 
     @staticmethod
     def _int32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -205,11 +212,13 @@ class Executables:
         *,
         donate: tuple[int, ...] = (),
         out: Any = None,
+        options: dict[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> Any:
         """Compiles at the first call; outputs are whole on each device unless `out` says more.
 
         Args:
+          options: XLA's.
           check: looks at the traced program, and raises where it must not run.
         """
         if key not in self._compiled:
@@ -219,7 +228,7 @@ class Executables:
             traced = jitted.trace(*arguments)
             if check is not None:
                 check(str(traced.jaxpr))
-            self._compiled[key] = traced.lower().compile()
+            self._compiled[key] = traced.lower().compile(options)
             with self._lock:
                 self.num_compiles += 1
             logger.info("compiled %s in %.1f s", " ".join(map(str, key)), time.monotonic() - start)

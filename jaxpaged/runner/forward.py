@@ -91,10 +91,9 @@ def _forward_share(
             x, pool = _scan_group(group, arrays, x, pool, rope, metadata, impl=impl)
             continue
         for idx in range(group.num_layers):
-            layer_arrays = arrays[idx] if structure.layout == "flat" else [a[idx] for a in arrays]
             layer = jnp.int32(group.start + idx)
             x, pool = _run_layer(
-                group.structure, layer_arrays, x, pool, layer, rope, metadata, impl=impl
+                group.structure, arrays[idx], x, pool, layer, rope, metadata, impl=impl
             )
     return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
 

@@ -117,6 +117,7 @@ class SampleOptions:
 
 
 NUM_OPTIONS = len(fields(SampleOptions))
+NUM_SAMPLE_WORDS = 4 + NUM_OPTIONS
 
 
 def max_table_updates(bucket: Bucket, block_size: int) -> int:
@@ -124,16 +125,22 @@ def max_table_updates(bucket: Bucket, block_size: int) -> int:
     return bucket.num_rows + -(-bucket.num_tokens // block_size)
 
 
-def sample_inputs(
+def sample_words(
     rows: Int32[Array, " num_samples"],
     positions: Int32[Array, " num_samples"],
     last_token_ids: Int32[Array, " num_samples"],
     is_decode: Bool[Array, " num_samples"],
     options: Int32[Array, " num_options_x_samples"],
-) -> SampleInputs:
-    """Reads the packed options, in the order of `SampleOptions`."""
+) -> Int32[Array, "num_sample_words num_samples"]:
+    """What `read_sample_words` reads: one array, for each one more costs a call some host time."""
+    words = jnp.stack([rows, positions, last_token_ids, is_decode.astype(jnp.int32)])
+    return jnp.concatenate([words, options.reshape(NUM_OPTIONS, -1)])
+
+
+def read_sample_words(words: Int32[Array, "num_sample_words num_samples"]) -> SampleInputs:
+    rows, positions, last_token_ids, is_decode, *options = words
     names = (option.name for option in fields(SampleOptions))
-    option = dict(zip(names, options.reshape(NUM_OPTIONS, -1), strict=True))
+    option = dict(zip(names, options, strict=True))
     seeds = jnp.stack([option.pop("seed_high"), option.pop("seed_low")], axis=1)
     for name in _FLOAT_OPTIONS:
         option[name] = jax.lax.bitcast_convert_type(option[name], jnp.float32)
@@ -141,7 +148,7 @@ def sample_inputs(
         rows=rows,
         positions=positions,
         last_token_ids=last_token_ids,
-        is_decode=is_decode,
+        is_decode=is_decode > 0,
         seeds=jax.lax.bitcast_convert_type(seeds, jnp.uint32),
         **option,
     )

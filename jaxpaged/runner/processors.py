@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.runner.adjust import ENDS, IN_PROMPT, Adjustments
-from jaxpaged.runner.inputs import SampleInputs
+from jaxpaged.runner.inputs import read_sample_words
 
 
 @typing.no_type_check
@@ -43,10 +43,11 @@ LogitsProcessor = Callable[[jax.Array, LogitsState], jax.Array]
 def take_rows(
     logits: Float32[Array, "num_samples vocab"],
     adjustments: Adjustments,
-    inputs: SampleInputs,
+    words: Int32[Array, "words num_samples"],
     idxs: Int32[Array, " max_num_seqs"],
 ) -> tuple[Float32[Array, "max_num_seqs vocab"], LogitsState]:
     """The rows at `idxs`, which may repeat."""
+    inputs = read_sample_words(words)
     tokens = adjustments.tokens[inputs.rows[idxs]]
     state = LogitsState(
         position=inputs.positions[idxs],

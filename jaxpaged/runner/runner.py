@@ -27,7 +27,7 @@ from jaxpaged.logprobs import num_words
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
 from jaxpaged.runner.executables import COPY_SIZES, MAX_UPDATES, Executables
-from jaxpaged.runner.inputs import SampleInputs, max_table_updates
+from jaxpaged.runner.inputs import max_table_updates
 from jaxpaged.runner.pack import Packer
 from jaxpaged.runner.processors import LogitsProcessor
 from jaxpaged.runner.sampler import Sampler, new_adjustments
@@ -46,7 +46,7 @@ class StepHandle:
     """A dispatched step: what it gave so far, all of it still on the device.
 
     Attributes:
-      logits, inputs: what the draw needs.
+      logits, words: what the draw needs.
       prompt_logprobs: packed records of each prompt chunk, in slices.
       drawn: token ids and flags, once `draw` was called.
       logprobs: packed records of the drawn tokens, when a row asked for them.
@@ -56,7 +56,7 @@ class StepHandle:
     plan: StepPlan
     bucket: Bucket
     logits: jax.Array
-    inputs: SampleInputs
+    words: jax.Array
     prompt_logprobs: list[list[jax.Array]]
     drawn: jax.Array | None = None
     logprobs: jax.Array | None = None
@@ -132,11 +132,11 @@ class Runner:
         updates = self._write_surplus_updates(plan.table_updates, bucket)
         packed = self._packer.pack(plan, bucket, updates)
         forward = self._executables.forward(bucket)
-        logits, self.pool, self._state, inputs, hidden = forward(
+        logits, self.pool, self._state, words, hidden = forward(
             self.weights, self.pool, self._state, packed
         )
         prompt_logprobs = self._sampler.score_chunks(plan, bucket, self.weights, hidden)
-        handle = StepHandle(plan, bucket, logits, inputs, prompt_logprobs)
+        handle = StepHandle(plan, bucket, logits, words, prompt_logprobs)
         if not plan.has_masks:
             self.draw(handle, None)
         return handle
@@ -149,7 +149,7 @@ class Runner:
         """
         plan, bucket = handle.plan, handle.bucket
         drawn, self._state = self._sampler.draw(
-            plan, bucket, handle.logits, self._state, handle.inputs, masks
+            plan, bucket, handle.logits, self._state, handle.words, masks
         )
         drawn.copy_to_host_async()
         handle.drawn, handle.num_best = drawn, self._packer.num_best(plan)

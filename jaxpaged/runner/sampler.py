@@ -19,7 +19,6 @@ from jaxpaged.config import ResolvedConfig
 from jaxpaged.runner.adjust import Adjustments, adjustments_row, num_mask_words
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.executables import MAX_SCORED, Executables
-from jaxpaged.runner.inputs import SampleInputs
 from jaxpaged.runner.pack import Packer
 from jaxpaged.runner.processors import LogitsProcessor
 from jaxpaged.runner.sampling import Variant
@@ -104,7 +103,7 @@ class Sampler:
         bucket: Bucket,
         logits: jax.Array,
         state: BatchState,
-        inputs: SampleInputs,
+        words: jax.Array,
         masks: np.ndarray | None,
     ) -> tuple[jax.Array, BatchState]:
         """Draws the plan's tokens.
@@ -118,16 +117,16 @@ class Sampler:
         executables, adjusted = self._executables, logits
         if masks is not None or self._packer.is_adjusted(plan):
             adjusted, self.adjustments = executables.adjust(bucket)(
-                logits, self.adjustments, inputs, self._padded_masks(bucket, masks)
+                logits, self.adjustments, words, self._padded_masks(bucket, masks)
             )
         for processor, idxs in self._rows_of_processors(plan):
             rows, states = executables.take_rows(bucket, self._num_rows)(
-                adjusted, self.adjustments, inputs, idxs
+                adjusted, self.adjustments, words, idxs
             )
             rows = executables.process(processor, bucket, self._num_rows)(rows, states)
             adjusted = executables.put_rows(bucket, self._num_rows)(adjusted, rows, idxs)
         variant = Variant.GREEDY if self._packer.is_greedy(plan) else Variant.RANDOM
-        return executables.sample(bucket, variant)(adjusted, state, inputs)
+        return executables.sample(bucket, variant)(adjusted, state, words)
 
     def score_chunks(
         self, plan: StepPlan, bucket: Bucket, weights: Any, hidden: jax.Array

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from jaxpaged.runner.forward import Hidden, forward
-from jaxpaged.runner.inputs import FED_BACK, SampleInputs, StepLayout, sample_inputs
+from jaxpaged.runner.inputs import FED_BACK, StepLayout, read_sample_words, sample_words
 from jaxpaged.runner.sampling import Variant, sample_tokens
 from jaxpaged.runner.weights import Weights
 from kernels_pallas.metadata import AttentionMetadata
@@ -51,7 +51,7 @@ def forward_step(
     *,
     layout: StepLayout,
     impl: str | None,
-) -> tuple[Float32[Array, "num_rows vocab"], KVPool, BatchState, SampleInputs, Hidden]:
+) -> tuple[Float32[Array, "num_rows vocab"], KVPool, BatchState, Int32[Array, "words num_rows"], Hidden]:
     """Computes the step's tokens and the logits of the positions that draw.
 
     Args:
@@ -82,7 +82,7 @@ def forward_step(
     logits, pool, hidden = forward(
         weights, token_ids, positions, pool, metadata, logit_positions, impl=impl
     )
-    inputs = sample_inputs(
+    words = sample_words(
         rows=parts["sample_rows"],
         positions=parts["kv_lens"][sources],
         last_token_ids=token_ids[logit_positions],
@@ -90,13 +90,13 @@ def forward_step(
         options=parts["sample_options"],
     )
     has_prompts = layout.token_ids > layout.rows
-    return logits, pool, state, inputs, hidden if has_prompts else hidden[:0]
+    return logits, pool, state, words, hidden if has_prompts else hidden[:0]
 
 
 def sample_step(
     logits: Float32[Array, "num_rows vocab"],
     state: BatchState,
-    inputs: SampleInputs,
+    words: Int32[Array, "words num_rows"],
     *,
     variant: Variant,
     digit_bits: int,
@@ -106,6 +106,7 @@ def sample_step(
     Returns:
       The token ids, and below them 1 where the row's logits were fit to draw from.
     """
+    inputs = read_sample_words(words)
     token_ids, is_finite = sample_tokens(logits, inputs, variant, digit_bits)
     slots = state.token_ids.at[inputs.rows].set(token_ids, mode="promise_in_bounds")
     return jnp.stack([token_ids, is_finite.astype(jnp.int32)]), replace(state, token_ids=slots)

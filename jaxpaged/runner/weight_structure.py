@@ -13,10 +13,12 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import CausalLM, DecoderLayer
 from jaxpaged.runner.sharding import partition_spec
 
-Layout = Literal["scan", "sliced", "flat"]
+Layout = Literal["scan", "flat"]
 
-# Per platform, the form that is read without copies and compiles quickest.
-PLATFORM_LAYOUTS: dict[str, Layout] = {"cpu": "scan", "gpu": "sliced", "tpu": "flat"}
+
+def layout_of(platform: str) -> Layout:
+    """The form that the platform reads without copies and compiles quickest."""
+    return "scan" if platform == "cpu" else "flat"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ on the host), or with seeded random values.
 Layouts (`WeightStructure.layout`); a group is a run of layers with the same structure:
 
     scan    each parameter of a group stacked, [num_layers, ...]; `forward` scans over it    (CPU)
-    sliced  stacked likewise; `forward` is unrolled and takes static slices                  (GPU)
-    flat    a tuple of parameters for each layer; `forward` is unrolled                      (TPU)
+    flat    a tuple of parameters for each layer; `forward` is unrolled                 (GPU, TPU)
+
+Static slices of stacked parameters would be fewer arguments, but on a GPU XLA then tunes the
+products of every layer anew: minutes a program.
 """
 
 import logging
@@ -31,11 +33,11 @@ from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import EMBEDDING_NAME, HEAD_NAME, Source
 from jaxpaged.runner.sharding import check_divisible, regroup_parts
 from jaxpaged.runner.weight_structure import (
-    PLATFORM_LAYOUTS,
     LayerGroup,
     Layout,
     Parameter,
     WeightStructure,
+    layout_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ def load_weights(
       ValueError: the devices cannot share the model.
     """
     check_divisible(config, mesh.size)
-    layout = layout or PLATFORM_LAYOUTS.get(mesh.devices.flat[0].platform, "sliced")
+    layout = layout or layout_of(mesh.devices.flat[0].platform)
     if random:
         return _random_weights(WeightStructure(config, dtype, layout, mesh), seed)
     if checkpoint is None:

@@ -1,5 +1,6 @@
 """The sampler as tests call it: jitted, its inputs made of options by name."""
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.runner.inputs import SampleInputs
+from jaxpaged.runner.inputs import SampleInputs, SampleOptions, sample_words
 from jaxpaged.runner.sampling import Variant, kept_tokens, sample_tokens
 
 # What changes nothing, and its type on the device.
@@ -46,6 +47,22 @@ def make_inputs(
         positions=_int32(np.arange(num_rows) if positions is None else positions),
         seeds=jnp.asarray(np.stack([words >> 32, words & 0xFFFFFFFF], axis=1).astype(np.uint32)),
         **{name: jnp.asarray(array) for name, array in arrays.items()},
+    )
+
+
+def words_of(inputs: SampleInputs) -> jax.Array:
+    """The packed form of `inputs`."""
+    seeds = {"seed_high": inputs.seeds[:, 0], "seed_low": inputs.seeds[:, 1]}
+    options = [
+        seeds[option.name] if option.name in seeds else getattr(inputs, option.name)
+        for option in fields(SampleOptions)
+    ]
+    return sample_words(
+        inputs.rows,
+        inputs.positions,
+        inputs.last_token_ids,
+        inputs.is_decode,
+        jnp.concatenate([jax.lax.bitcast_convert_type(option, jnp.int32) for option in options]),
     )
 
 

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from helpers.attention_cases import make_case, oracle
+from helpers.row_oracle import row_oracle
 
 from kernels_pallas.reference import paged_attention_reference, write_kv_reference
 
@@ -85,3 +87,20 @@ def test_write_puts_each_token_in_its_slot_and_nothing_else():
     assert k_after.ravel().tolist() == [0, 0, 2, 0, 0, 1]
     assert v_after.ravel().tolist() == [0, 0, -2, 0, 0, -1]
     assert not k.any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 5}, {"soft_cap": 0.7}, {"sinks": np.linspace(-1, 1, 4)}, {"window": 1}],
+    ids=str,
+)
+def test_row_by_row_equals_key_by_key(options):
+    """What scripts/test_gpu compares with."""
+    window = options.get("window")
+    rows = [(1, 9), (1, 1), (7, 20), (4, 4)]
+    case = make_case(rows, num_decode_rows=2, window=window)
+    expected, _ = oracle(case, sm_scale=0.3, **options)
+    np.testing.assert_allclose(row_oracle(case, sm_scale=0.3, **options), expected, atol=1e-12)
+    assert not np.allclose(row_oracle(case, sm_scale=0.4, **options), expected, atol=1e-3) or (
+        window == 1
+    )

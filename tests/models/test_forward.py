@@ -38,7 +38,7 @@ def load(config, checkpoint=None, **options):
         ({}, "scan"),
         ({"tie_word_embeddings": True, "num_key_value_heads": 1}, "scan"),
         ({"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8}, "scan"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32}, "sliced"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32}, "flat"),
         ({"model_type": "mistral", "sliding_window": 5}, "scan"),
         ({"model_type": "qwen2", "max_window_layers": 1} | WINDOWED, "scan"),
         ({"model_type": "qwen2", "max_window_layers": 2} | WINDOWED, "flat"),

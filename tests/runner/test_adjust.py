@@ -16,7 +16,7 @@ from helpers.adjust_cases import (
     random_case,
 )
 from helpers.numpy_sampling import adjusted_logits
-from helpers.sampler import draw, make_inputs
+from helpers.sampler import draw, make_inputs, words_of
 
 from jaxpaged.runner.adjust import (
     Adjustments,
@@ -208,7 +208,7 @@ def run_steps(cases: list[Case], num_steps: int, options: dict[str, Any]) -> lis
         )
         logits = logits_of([*(cases[i] for i in places), cases[0]])
         masks = jnp.full((num_rows + 1, -(-VOCAB // 32)), ALL_ALLOWED, jnp.int32)
-        adjusted_rows, adjustments = step(logits, adjustments, inputs, masks)
+        adjusted_rows, adjustments = step(logits, adjustments, words_of(inputs), masks)
         for i, token in zip(
             places, np.asarray(draw(adjusted_rows, inputs, Variant.GREEDY)[0]), strict=False
         ):
