@@ -174,9 +174,13 @@ class Executables:
 
     def _forward_options(self, bucket: Bucket) -> dict[str, Any]:
         """XLA's options for a `forward`."""
-        if self._platform != "gpu" or bucket.num_tokens < MIN_CUBLAS_TOKENS:
+        if self._platform != "gpu":
             return {}
-        return {"xla_gpu_enable_triton_gemm": False}
+        # It takes a donated pool for two, finds no memory left, and computes products twice.
+        options: dict[str, Any] = {"xla_disable_hlo_passes": "rematerialization"}
+        if bucket.num_tokens >= MIN_CUBLAS_TOKENS:
+            options["xla_gpu_enable_triton_gemm"] = False
+        return options
 
     def _forward_step(self, bucket: Bucket) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
         layout = StepLayout.of(bucket, self._block_size)
