@@ -1,21 +1,25 @@
 """Paged attention on Hopper GPUs: the decode kernel for decode rows, the prefill kernel for others.
 
-New K and V are written first, by XLA's scatter, in place; then both kernels read the pool alone.
+New K and V are written first, in place; then both kernels read the pool alone.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.decode_hopper import paged_decode
+from kernels_pallas.decode_hopper import padded_group, paged_decode, writes_whole_rows
 from kernels_pallas.decode_plan import make_decode_plan
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 from kernels_pallas.prefill_hopper import paged_prefill
 from kernels_pallas.prefill_plan import make_prefill_plan
 from kernels_pallas.tuning import HopperTuning, hopper_tuning
 from kernels_pallas.write_kv import write_kv
+from kernels_pallas.write_qkv_hopper import write_qkv
 
 LANES = (64, 128, 256)
 MAX_COMPILED_LANES = 128  # at 256 the prefill kernel's layouts are not found within minutes
@@ -79,14 +83,68 @@ def paged_attention(
     pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
     # Zeros beyond head_dim add nothing to a score; those of the values are cut off again.
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
-    first_row = pool.first_row(layer)
+    group = q.shape[1] // pool.num_kv_heads
+    out = _attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
+    if q.shape[0] > metadata.num_rows:
+        token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
+        out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
+    return out[..., : pool.head_dim], pool
+
+
+def qkv_attention(
+    heads: Float[Array, "num_tokens num_kv_heads group_and_2 head_dim"],
+    norms: HeadNorms | None,
+    rope: RopeTables,
+    pool: KVPool,
+    layer: int | Int32[Array, ""],
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    sinks: Float32[Array, " num_q_heads"] | None,
+    tuning: HopperTuning,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+    """See `ops.qkv_attention`; `write_qkv_hopper.can_write` must hold."""
+    group = heads.shape[2] - 2
+    is_decode_step = heads.shape[0] == metadata.num_rows
+    q, pool = write_qkv(
+        heads,
+        norms,
+        rope,
+        pool,
+        pool.first_row(layer),
+        metadata.slot_mapping,
+        # The decode kernel wants whole tiles of 8 rows, the prefill kernel the queries alone.
+        q_rows=padded_group(group) if is_decode_step else group,
+        interpret=interpret,
+    )
+    return _attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
+
+
+def _attend(
+    q: Float[Array, "num_tokens num_q_heads lanes"],
+    group: int,
+    pool: KVPool,
+    layer: int | Int32[Array, ""],
+    metadata: AttentionMetadata,
+    options: AttentionOptions,
+    sinks: Float32[Array, " num_q_heads"] | None,
+    tuning: HopperTuning,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> Float[Array, "num_tokens num_q_heads lanes"]:
+    """Both kernels; padding tokens of a step with prompts hold anything.
+
+    Args:
+      group: query heads a KV head. In a decode step `q` may have more, padding that is not looked
+        at.
+    """
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     is_decode_step = num_tokens == num_rows
     num_decode_rows = jnp.int32(num_rows) if is_decode_step else metadata.num_decode_rows
     # why: XLA hands a kernel a slice of a larger argument in place, and a kernel refuses what does
     # not begin at a multiple of 256 bytes. What an operation made is an array of its own.
     kv_lens = jnp.maximum(metadata.kv_lens, 0)
-    shared = pool, first_row, metadata.block_tables, kv_lens
+    shared = pool, pool.first_row(layer), metadata.block_tables, kv_lens
     decode_plan = make_decode_plan(
         metadata,
         num_decode_rows,
@@ -95,17 +153,25 @@ def paged_attention(
         num_workers=tuning.decode.num_workers,
         window=options.window,
     )
-    decoded = paged_decode(
-        q[:num_rows], *shared, decode_plan, options, sinks, tuning.decode, interpret=interpret
+    decode = functools.partial(
+        paged_decode,
+        q[:num_rows],
+        *shared,
+        decode_plan,
+        options,
+        sinks,
+        tuning.decode,
+        group=group,
+        interpret=interpret,
     )
     if is_decode_step:
-        return decoded[..., : pool.head_dim], pool
+        return decode()
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(
         q, *shared, prefill_plan, options, sinks, tuning.prefill, interpret=interpret
     )
-    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None]
-    out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
-    decoded = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
-    out = jnp.where(token < num_decode_rows, decoded, out)
-    return out[..., : pool.head_dim], pool
+    if writes_whole_rows(group, pool.lanes):
+        return decode(out=out)
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
+    first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
+    return jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)

@@ -66,28 +66,40 @@ def paged_decode(
     sinks: Float32[Array, " num_q_heads"] | None,
     tuning: HopperDecodeTuning,
     *,
+    group: int,
+    out: Float[Array, "num_tokens num_q_heads head_dim"] | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "num_rows num_q_heads head_dim"]:
+) -> Float[Array, "num_rows_or_tokens num_q_heads head_dim"]:
     """Attends one query a row to the row's keys, which are in the pool already.
 
     Args:
+      q: of each KV head its queries alone, or `padded_group(group)` rows of which they are the
+        first; what the others hold does not matter.
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
+      group: query heads a KV head.
       plan: made with this tuning's `kv_tile` and `num_workers`.
+      out: array whose first rows become the result, in place, where the plan has keys for them;
+        None = a new one. Only when `writes_whole_rows(group, head_dim)`.
       interpret: run on the CPU; the probabilities then go through shared memory.
     """
-    shape = _shape_of(q, pool, sinks)
-    num_places = 2 * tuning.num_workers
+    shape = _shape_of(q, group, pool, sinks)
+    num_rows, num_places = q.shape[0], 2 * tuning.num_workers
+    out_type = (
+        jax.ShapeDtypeStruct(
+            (num_rows, shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
+        ),
+        jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_places, 2, MMA_ROWS), jnp.float32),
+    )
+    out_ref = None
+    if out is not None:
+        assert shape.out_group == group, f"{group=} does not fill whole rows"
+        out_ref, out_type = jax.new_ref(out), out_type[1:]
     kernel = plgpu.kernel(
         functools.partial(
             _entry, shape=shape, options=options, tuning=tuning, interpreted=interpret is not None
         ),
-        out_type=(
-            jax.ShapeDtypeStruct(
-                (q.shape[0], shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
-            ),
-            jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
-            jax.ShapeDtypeStruct((num_places, 2, MMA_ROWS), jnp.float32),
-        ),
+        out_type=out_type,
         grid=(tuning.num_programs,),
         grid_names=("program",),
         num_threads=2 * tuning.workers,
@@ -96,7 +108,7 @@ def paged_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         **interpreted_options(interpret),
     )
-    out, partials, stats = kernel(
+    arguments = (
         _pad_group(q, shape),
         pool.data,
         block_tables,
@@ -107,19 +119,33 @@ def paged_decode(
         plan.workers,
         _sink_rows(sinks, shape),
     )
-    out = _combine(out, partials, stats, plan, shape, sinks, interpret)
-    if shape.out_group == shape.group:
+    if out_ref is None:
+        out, partials, stats = kernel(*arguments)
+    else:
+        partials, stats = kernel(*arguments, out_ref)
+        out = jax.freeze(out_ref)
+    out = _combine(out, partials, stats, num_rows, plan, shape, sinks, interpret)
+    if shape.out_group == group:
         return out
-    out = out.reshape(q.shape[0], shape.num_kv_heads, shape.out_group, shape.head_dim)
-    return out[:, :, : shape.group].reshape(q.shape)
+    out = out.reshape(num_rows, shape.num_kv_heads, shape.out_group, shape.head_dim)
+    return out[:, :, :group].reshape(num_rows, -1, shape.head_dim)
 
 
-def _shape_of(q: Array, pool: KVPool, sinks: Array | None) -> _Shape:
-    group = q.shape[1] // pool.num_kv_heads
+def writes_whole_rows(group: int, head_dim: int) -> bool:
+    """Whether a unit's result fills whole warpgroups of elements, so that none lies between."""
+    return group * head_dim % WARPGROUP == 0
+
+
+def padded_group(group: int) -> int:
+    """Rows of a query box: whole tiles of 8."""
+    return -(-group // 8) * 8
+
+
+def _shape_of(q: Array, group: int, pool: KVPool, sinks: Array | None) -> _Shape:
     return _Shape(
         num_kv_heads=pool.num_kv_heads,
         group=group,
-        padded_group=-(-group // 8) * 8,
+        padded_group=padded_group(group),
         out_group=next(n for n in range(group, group + 3) if n * q.shape[2] % WARPGROUP == 0),
         has_sinks=sinks is not None,
         head_dim=q.shape[2],
@@ -130,7 +156,7 @@ def _shape_of(q: Array, pool: KVPool, sinks: Array | None) -> _Shape:
 
 def _pad_group(q: Array, shape: _Shape) -> Array:
     """[num_rows, kv heads * padded_group, head_dim]: a box is whole tiles of 8 rows."""
-    if shape.group == shape.padded_group:
+    if q.shape[1] == shape.num_kv_heads * shape.padded_group:
         return q
     q = q.reshape(q.shape[0], shape.num_kv_heads, shape.group, shape.head_dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
@@ -377,15 +403,15 @@ def _combine(
     out: Array,
     partials: Array,
     stats: Array,
+    num_rows: int,
     plan: DecodePlan,
     shape: _Shape,
     sinks: Array | None,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Array:
     """Merges the partial results of units that several workers shared; in place."""
-    num_rows = out.shape[0]
     size = shape.out_group * shape.head_dim
-    flat_out = jax.new_ref(out.reshape(num_rows, -1))
+    flat_out = jax.new_ref(out.reshape(out.shape[0], -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(
         functools.partial(_combine_unit, shape=shape, size=size),

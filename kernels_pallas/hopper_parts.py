@@ -21,11 +21,16 @@ def mma_accumulator(rows: int, columns: int) -> plgpu.WGMMAAccumulatorRef:
 
 
 def swizzled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory in the layout that the matrix unit reads and a TMA box writes."""
+    """Shared memory in the layout that the matrix unit reads and a TMA box writes.
+
+    Args:
+      shape: the last axis is 32 wide, or a multiple of 64.
+    """
+    columns = min(shape[-1], 64)
     # pyright takes JAX's transforms for abstract.
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, 64)), swizzle(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(2 * columns)))
 
 
 def interpreted_options(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:

@@ -10,9 +10,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas import attention_hopper, attention_tpu, checks, reference, xla
+from kernels_pallas import (
+    attention_hopper,
+    attention_tpu,
+    checks,
+    reference,
+    write_qkv_hopper,
+    xla,
+)
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
 from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
 
@@ -62,9 +70,7 @@ def paged_attention(
       NotImplementedError: the implementation cannot do this; the message has every reason.
     """
     options = AttentionOptions(sm_scale, window, soft_cap)
-    name = _implementation(impl)
-    if impl is None and name == "hopper" and _unsupported(name, q, pool):
-        name = "xla"
+    name = _choose(impl, q, pool)
     if tuning is None:
         tuning = _default_tuning(name, q, pool, metadata)
     if not isinstance(tuning, _tuning_kind(name)):
@@ -76,7 +82,7 @@ def paged_attention(
     if name == "reference":
         return _reference(q, k_new, v_new, pool, layer, metadata, options, sinks)
     if isinstance(tuning, HopperTuning):
-        interpret = plgpu.InterpretGPUParams() if name == "hopper_interpret" else None
+        interpret = _hopper_interpret(name)
         return attention_hopper.paged_attention(
             q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=interpret
         )
@@ -86,6 +92,63 @@ def paged_attention(
             q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=interpret
         )
     return xla.paged_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
+
+
+def qkv_attention(
+    heads: Float[Array, "num_tokens num_kv_heads group_and_2 head_dim"],
+    norms: HeadNorms | None,
+    rope: RopeTables,
+    pool: KVPool,
+    layer: int | Int32[Array, ""],
+    metadata: AttentionMetadata,
+    *,
+    sm_scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " num_q_heads"] | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+    """`paged_attention` on a qkv product, whose queries and keys are normed and turned first.
+
+    Args:
+      heads: of each KV head its queries, its key, its value.
+      norms: None = no norms.
+
+    Returns:
+      The output, where padding tokens hold anything, and the pool with the new K and V.
+
+    Raises:
+      As `paged_attention`.
+    """
+    num_tokens, num_kv_heads, group_and_2, head_dim = heads.shape
+    q_shape = (num_tokens, num_kv_heads * (group_and_2 - 2), head_dim)
+    q = jax.ShapeDtypeStruct(q_shape, heads.dtype)
+    name = _choose(impl, q, pool)
+    if (
+        _tuning_kind(name) is not HopperTuning
+        or _unsupported(name, q, pool)
+        or not write_qkv_hopper.can_write(heads, pool)
+    ):
+        options = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        return paged_attention(
+            *split_heads(heads, norms, rope), pool, layer, metadata, impl=impl, **options
+        )
+    options = AttentionOptions(sm_scale, window, soft_cap)
+    tuning = attention_hopper.tuning_for(pool, metadata)
+    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), heads.dtype)
+    checks.check_attention(q, kv, kv, pool, layer, metadata, options, sinks, tuning)
+    return attention_hopper.qkv_attention(
+        heads,
+        norms,
+        rope,
+        pool,
+        layer,
+        metadata,
+        options,
+        sinks,
+        tuning,
+        interpret=_hopper_interpret(name),
+    )
 
 
 def copy_blocks(
@@ -121,6 +184,17 @@ def max_blocks_per_row(impl: str | None, *, num_rows: int, num_tokens: int) -> i
     return attention_tpu.max_blocks_per_row(num_rows=num_rows, num_tokens=num_tokens)
 
 
+def _choose(impl: str | None, q: Array | jax.ShapeDtypeStruct, pool: KVPool) -> str:
+    name = _implementation(impl)
+    if impl is None and name == "hopper" and _unsupported(name, q, pool):
+        return "xla"
+    return name
+
+
+def _hopper_interpret(name: str) -> plgpu.InterpretGPUParams | None:
+    return plgpu.InterpretGPUParams() if name == "hopper_interpret" else None
+
+
 def _implementation(impl: str | None) -> str:
     name = impl or PLATFORM_IMPLEMENTATIONS.get(_platform(), "xla")
     if name not in IMPLEMENTATIONS:
@@ -148,7 +222,7 @@ def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetada
     )
 
 
-def _unsupported(name: str, q: Array, pool: KVPool) -> list[str]:
+def _unsupported(name: str, q: Array | jax.ShapeDtypeStruct, pool: KVPool) -> list[str]:
     """Every reason why the implementation cannot do it."""
     platform = _platform()
     if name == "xla":

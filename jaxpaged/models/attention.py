@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int32
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Linear, RMSNorm
-from jaxpaged.models.rope import RopeTables, apply_rope
 from kernels_pallas.metadata import AttentionMetadata
-from kernels_pallas.ops import paged_attention
+from kernels_pallas.norm_rope import HeadNorms, RopeTables
+from kernels_pallas.ops import qkv_attention
 from kernels_pallas.pool import KVPool
 
 
@@ -63,14 +63,13 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
         num_tokens = x.shape[0]
         heads = self.qkv(x).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
-        q = heads[:, :, :-2].reshape(num_tokens, -1, self.head_dim)
-        k, v = heads[:, :, -2], heads[:, :, -1]
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out, pool = paged_attention(
-            apply_rope(q, rope),
-            apply_rope(k, rope),
-            v,
+            norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
+        out, pool = qkv_attention(
+            heads,
+            norms,
+            rope,
             pool,
             layer,
             metadata,

@@ -14,6 +14,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from kernels_pallas.norm_rope import rms_norm
+
 
 def _parameter(
     rngs: nnx.Rngs,
@@ -37,18 +39,14 @@ def _parameter(
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis; float32 inside."""
+    """A learned `rms_norm`."""
 
     def __init__(self, size: int, eps: float, dtype: DTypeLike, *, rngs: nnx.Rngs):
         self.eps = eps
         self.scale = _parameter(rngs, (size,), dtype, init_scale=0.1, init_mean=1.0)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
-        return normed * scale
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Linear(nnx.Module):

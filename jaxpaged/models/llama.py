@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MLP, Embedding, RMSNorm
-from jaxpaged.models.rope import RopeTables, rope_tables
+from jaxpaged.models.rope import rope_tables
 from kernels_pallas.metadata import AttentionMetadata
+from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool
 
 EMBEDDING_NAME = "model.embed_tokens.weight"

@@ -1,20 +1,13 @@
 """Rotary position embedding: angles in float32, pairs (i, i + head_dim / 2) as in Hugging Face."""
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jaxpaged.models.config import RopeConfig
-
-
-class RopeTables(NamedTuple):
-    """Cosine and sine of each token's angles; made once a step and used by every layer."""
-
-    cos: Float32[Array, "num_tokens half_head_dim"]
-    sin: Float32[Array, "num_tokens half_head_dim"]
+from kernels_pallas.norm_rope import RopeTables
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " half_head_dim"]:
@@ -39,13 +32,3 @@ def rope_tables(
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return RopeTables(jnp.cos(angles), jnp.sin(angles))
-
-
-def apply_rope(
-    x: Float[Array, "num_tokens num_heads head_dim"], tables: RopeTables
-) -> Float[Array, "num_tokens num_heads head_dim"]:
-    """Turns each pair of every head by its token's angle; computed in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = tables.cos[:, None, :], tables.sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.llama import DecoderLayer
-from jaxpaged.models.rope import RopeTables
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.weight_structure import LayerGroup, ModuleStructure
 from jaxpaged.runner.weights import GroupArrays, Weights, weight_specs
 from kernels_pallas.metadata import AttentionMetadata
+from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool, pool_partition_spec
 
 Hidden = Float[Array, "num_tokens hidden_size"]

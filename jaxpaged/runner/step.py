@@ -51,7 +51,9 @@ def forward_step(
     *,
     layout: StepLayout,
     impl: str | None,
-) -> tuple[Float32[Array, "num_rows vocab"], KVPool, BatchState, Int32[Array, "words num_rows"], Hidden]:
+) -> tuple[
+    Float32[Array, "num_rows vocab"], KVPool, BatchState, Int32[Array, "words num_rows"], Hidden
+]:
     """Computes the step's tokens and the logits of the positions that draw.
 
     Args:

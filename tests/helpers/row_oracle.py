@@ -34,7 +34,9 @@ def row_oracle(
         is_visible = (behind >= 0) & (behind < (window or kv_len))
         scores = np.where(is_visible, scores, -np.inf)
         if sinks is not None:
-            sink = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*scores.shape[:2], 1))
+            sink = np.broadcast_to(
+                np.asarray(sinks, np.float64)[:, None, None], (*scores.shape[:2], 1)
+            )
             scores = np.concatenate([scores, sink], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights = (weights / weights.sum(axis=-1, keepdims=True))[..., :kv_len]

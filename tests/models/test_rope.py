@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.models.config import RopeConfig
-from jaxpaged.models.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxpaged.models.rope import inverse_frequencies, rope_tables
+from kernels_pallas.norm_rope import apply_rope
 
 LLAMA3 = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)
 

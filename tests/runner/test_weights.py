@@ -93,8 +93,7 @@ def test_new_weights_of_the_same_structure_do_not_compile(caplog):
 def test_random_weights_are_the_same_in_every_layout():
     config = tiny_config(model_type="qwen2", max_window_layers=1, **WINDOWED)
     scan, flat = (
-        load(config, None, random=True, seed=3, layout=layout)
-        for layout in ("scan", "flat")
+        load(config, None, random=True, seed=3, layout=layout) for layout in ("scan", "flat")
     )
     assert len(jax.tree.leaves(scan)) == 3 + 2 * 7
     assert len(jax.tree.leaves(flat)) == 3 + 3 * 7

@@ -1,0 +1,215 @@
+"""From the qkv product to the pool in one kernel for Hopper GPUs, Pallas Mosaic GPU.
+
+A program takes one head of up to MMA_ROWS tokens: queries and keys are normed and turned as in
+`norm_rope.split_heads`, queries written out as the attention kernels want them, keys and values
+into their slots, a TMA box a token. XLA needs six kernels for this, the scatter the slowest.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_smem
+from kernels_pallas.norm_rope import HeadNorms, RopeTables
+from kernels_pallas.pool import KVPool
+
+
+@dataclass(frozen=True)
+class _Shape:
+    group: int  # query heads a KV head
+    q_rows: int  # rows of the output a KV head
+    half: int  # of head_dim
+    block_size: int
+    num_tokens: int
+    box: int  # tokens that one TMA box takes
+    eps: float | None  # None: no norms
+    dtype: jnp.dtype
+
+
+def can_write(heads: Any, pool: KVPool) -> bool:
+    """Whether the kernel takes these arrays: heads as wide as the pool's lanes, 64 or 128."""
+    return heads.shape[3] == pool.lanes and pool.lanes in (64, 128) and heads.dtype == pool.dtype
+
+
+def write_qkv(
+    heads: Float[Array, "num_tokens num_kv_heads group_and_2 head_dim"],
+    norms: HeadNorms | None,
+    rope: RopeTables,
+    pool: KVPool,
+    first_row: Int32[Array, ""],
+    slot_mapping: Int32[Array, " num_tokens"],
+    *,
+    q_rows: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "num_tokens num_kv_heads_x_q_rows head_dim"], KVPool]:
+    """Norms, turns, and writes the keys and values of one layer into their slots, in place.
+
+    Args:
+      heads: of each KV head its queries, its key, its value.
+      first_row: the layer's first row in the pool (`pool.first_row(layer)`).
+      slot_mapping: tokens whose slot is in the null block are padding, and not written.
+      q_rows: rows of the queries returned for each KV head, at least as many as its queries; what
+        the others hold means nothing.
+      interpret: run on the CPU.
+
+    Returns:
+      The queries, and the pool.
+    """
+    num_tokens, num_kv_heads, group_and_2, head_dim = heads.shape
+    multiple = 8 if interpret is None else MMA_ROWS  # the interpreter has no boxes past the end
+    padded = -(-num_tokens // multiple) * multiple
+    heads = _pad_tokens(heads.reshape(num_tokens, -1, head_dim), padded)
+    num_tiles = -(-padded // MMA_ROWS)
+    cos, sin, slots = (
+        _pad_tokens(x, num_tiles * MMA_ROWS) for x in (rope.cos, rope.sin, slot_mapping)
+    )
+    shape = _Shape(
+        group=group_and_2 - 2,
+        q_rows=q_rows,
+        half=head_dim // 2,
+        block_size=pool.block_size,
+        num_tokens=num_tokens,
+        box=min(MMA_ROWS, padded),
+        eps=None if norms is None else norms.eps,
+        dtype=heads.dtype,
+    )
+    scales = (jnp.ones(head_dim, heads.dtype),) * 2 if norms is None else norms[:2]
+    half_tile = (MMA_ROWS, shape.half)
+    kernel = plgpu.kernel(
+        functools.partial(_program, shape=shape),
+        out_type=jax.ShapeDtypeStruct((padded, num_kv_heads * q_rows, head_dim), heads.dtype),
+        grid=(num_tiles, heads.shape[1]),
+        grid_names=("tile", "head"),
+        scratch_types=(
+            swizzled_smem((2, *half_tile), heads.dtype),
+            plgpu.SMEM((MMA_ROWS, head_dim), heads.dtype),
+            plgpu.Barrier(num_arrivals=2),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **interpreted_options(interpret),
+    )
+    data = jax.new_ref(pool.data)
+    first = jnp.asarray(first_row, jnp.int32).reshape(1)
+    q = kernel(heads, cos, sin, *scales, slots, first, data)
+    return q[:num_tokens], replace(pool, data=jax.freeze(data))
+
+
+def _pad_tokens(array: Array, num_tokens: int) -> Array:
+    missing = num_tokens - array.shape[0]
+    return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]) if missing else array
+
+
+def _program(
+    heads_ref,  # [num_tokens, heads, head_dim] GMEM
+    cos_ref,  # f32[tiles * MMA_ROWS, half] GMEM
+    sin_ref,  # f32[tiles * MMA_ROWS, half] GMEM
+    q_scale_ref,  # [head_dim] GMEM
+    k_scale_ref,  # [head_dim] GMEM
+    slots_ref,  # i32[tiles * MMA_ROWS] GMEM
+    first_row_ref,  # i32[1] GMEM
+    pool_ref,  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
+    q_ref,  # [num_tokens, kv heads * q_rows, head_dim] GMEM
+    halves_sm,  # [2, MMA_ROWS, half] SMEM
+    rows_sm,  # [MMA_ROWS, head_dim] SMEM, unswizzled: single rows can leave it
+    there,
+    *,
+    shape: _Shape,
+):
+    head, first_token = lax.axis_index("head"), lax.axis_index("tile") * MMA_ROWS
+    kv_head = lax.div(head, jnp.int32(shape.group + 2))
+    kind = lax.rem(head, jnp.int32(shape.group + 2))
+    halves = [pl.ds(i * shape.half, shape.half) for i in range(2)]
+    for i, half in enumerate(halves):
+        plgpu.copy_gmem_to_smem(
+            heads_ref.at[pl.ds(first_token, shape.box), head, half],
+            halves_sm.at[i, pl.ds(0, shape.box)],
+            there,
+        )
+    plgpu.barrier_wait(there)
+
+    def load(i):
+        return plgpu.load(halves_sm.at[i], layout=plgpu.Layout.WGMMA)
+
+    def write_rows(first, second, plane: int):
+        for half, values in zip(halves, (first, second), strict=True):
+            rows_sm[:, half] = values
+        plgpu.commit_smem()
+
+        @pl.loop(0, jnp.minimum(shape.num_tokens - first_token, MMA_ROWS))
+        def _(i):
+            slot = slots_ref[first_token + i]
+            block = lax.div(slot, jnp.int32(shape.block_size))
+            offset = lax.rem(slot, jnp.int32(shape.block_size))
+
+            @pl.when(block > 0)
+            def _():
+                plgpu.copy_smem_to_gmem(
+                    rows_sm.at[pl.ds(i, 1)],
+                    pool_ref.at[first_row_ref[0] + block, plane, kv_head, pl.ds(offset, 1)],
+                )
+
+    @pl.when(kind == shape.group + 1)
+    def _value():
+        write_rows(load(0), load(1), plane=1)
+
+    @pl.when(kind <= shape.group)
+    def _query_or_key():
+        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        if shape.eps is not None:
+            is_key = jnp.where(kind == shape.group, 1.0, 0.0)
+            scales = [
+                _load_row(k_scale_ref.at[half]) * is_key
+                + _load_row(q_scale_ref.at[half]) * (1.0 - is_key)
+                for half in halves
+            ]
+            first, second = _norm(first, second, scales, shape)
+        tokens = pl.ds(first_token, MMA_ROWS)
+        cos, sin = (
+            plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
+            for ref in (cos_ref, sin_ref)
+        )
+        turned = (first * cos - second * sin).astype(shape.dtype)
+        other = (second * cos + first * sin).astype(shape.dtype)
+
+        @pl.when(kind == shape.group)
+        def _key():
+            write_rows(turned, other, plane=0)
+
+        @pl.when(kind < shape.group)
+        def _query():
+            for i, (half, values) in enumerate(zip(halves, (turned, other), strict=True)):
+                halves_sm[i] = values
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    halves_sm.at[i, pl.ds(0, shape.box)],
+                    q_ref.at[pl.ds(first_token, shape.box), kv_head * shape.q_rows + kind, half],
+                )
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load_row(ref):
+    """One value a column, float32."""
+    by_column = plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(ref, layout=by_column, optimized=False).astype(jnp.float32)
+
+
+def _norm(first, second, scales, shape: _Shape):
+    """RMS norm of two halves, each with its part of the scale, rounded as `rms_norm` rounds."""
+    square = (first * first).sum(axis=1) + (second * second).sum(axis=1)
+    factor = lax.rsqrt(square * (0.5 / shape.half) + shape.eps)
+    factor = lax.broadcast_in_dim(factor, first.shape, [0])
+
+    def scaled(x, scale):
+        scale = lax.broadcast_in_dim(scale, x.shape, [1])
+        normed = (x * factor).astype(shape.dtype).astype(jnp.float32)
+        return (normed * scale).astype(shape.dtype).astype(jnp.float32)
+
+    return scaled(first, scales[0]), scaled(second, scales[1])

@@ -1,0 +1,128 @@
+"""The kernel from the qkv product to the pool, interpreted: against `split_heads` and a scatter."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.attention_cases import assert_same_pool
+from helpers.hopper_interpreter import never_wait_for, reports_race
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas import write_qkv_hopper
+from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
+from kernels_pallas.pool import KVPool
+from kernels_pallas.write_kv import write_kv
+from kernels_pallas.write_qkv_hopper import can_write, write_qkv
+
+NUM_BLOCKS, BLOCK_SIZE, LAYER = 12, 16, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step; its last `num_padding` tokens are padding."""
+
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    q_rows: int
+    num_padding: int = 0
+    has_norms: bool = True
+
+    def arguments(self) -> tuple:
+        rng = np.random.default_rng(0)
+        shape = (self.num_tokens, self.num_kv_heads, self.group + 2, self.head_dim)
+
+        def draw(*shape: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+        angles = rng.uniform(0, 100, (self.num_tokens, self.head_dim // 2))
+        rope = RopeTables(
+            jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+        )
+        norms = HeadNorms(1 + draw(self.head_dim), draw(self.head_dim), 1e-6)
+        pool_shape = (2 * (NUM_BLOCKS + 1), 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
+        slots = rng.permutation(NUM_BLOCKS * BLOCK_SIZE)[: self.num_tokens] + BLOCK_SIZE
+        slots[self.num_tokens - self.num_padding :] = 3
+        pool = KVPool(draw(*pool_shape), 2, self.head_dim)
+        slots = jnp.asarray(slots, jnp.int32)
+        return draw(*shape), norms if self.has_norms else None, rope, pool, slots
+
+    def run(self) -> tuple[jax.Array, KVPool]:
+        heads, norms, rope, pool, slots = self.arguments()
+        q, pool = write_qkv(
+            heads,
+            norms,
+            rope,
+            pool,
+            pool.first_row(LAYER),
+            slots,
+            q_rows=self.q_rows,
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+        q = q.reshape(self.num_tokens, self.num_kv_heads, self.q_rows, self.head_dim)
+        q = q[:, :, : self.group].reshape(self.num_tokens, -1, self.head_dim)
+        return jax.block_until_ready((q, pool))
+
+    def expected(self) -> tuple[jax.Array, KVPool]:
+        heads, norms, rope, pool, slots = self.arguments()
+        q, k, v = split_heads(heads, norms, rope)
+        return q, write_kv(pool, LAYER, k, v, slots)
+
+
+DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DECODE,
+        Case(70, 1, 2, 64, q_rows=2, num_padding=3),  # a second tile, hardly begun
+        Case(5, 1, 3, 64, q_rows=8, has_norms=False),
+    ],
+    ids=str,
+)
+def test_equals_separate_operations(case: Case, capsys):
+    found = []
+    assert not reports_race(lambda: found.append(case.run()), capsys)
+    (q, pool), (expected_q, expected_pool) = found[0], case.expected()
+    # Rounded alike everywhere: not a bit may differ.
+    np.testing.assert_array_equal(np.asarray(q, np.float32), np.asarray(expected_q, np.float32))
+    assert_same_pool(pool, expected_pool)
+
+
+def test_padding_is_not_written():
+    _, _, _, before, _ = DECODE.arguments()
+    _, after = DECODE.run()
+    null_row = int(before.first_row(LAYER))
+    np.testing.assert_array_equal(
+        np.asarray(after.data[null_row], np.float32), np.asarray(before.data[null_row], np.float32)
+    )
+
+
+def test_a_missing_wait_is_reported(monkeypatch, capsys):
+    never_wait_for("there", write_qkv_hopper, monkeypatch)
+    assert reports_race(DECODE.run, capsys)
+
+
+def test_what_it_cannot_take():
+    def heads(head_dim: int, dtype=jnp.bfloat16) -> jax.Array:
+        return jnp.zeros((8, 1, 3, head_dim), dtype)
+
+    def pool(head_dim: int) -> KVPool:
+        return KVPool.create(
+            num_layers=1,
+            num_blocks=1,
+            num_kv_heads=1,
+            block_size=16,
+            head_dim=head_dim,
+            dtype=jnp.bfloat16,
+            layout="hopper",
+        )
+
+    assert can_write(heads(64), pool(64)) and can_write(heads(128), pool(128))
+    assert not can_write(heads(80), pool(80)), "its pool is padded"
+    assert not can_write(heads(256), pool(256))
+    assert not can_write(heads(64, jnp.float16), pool(64))
