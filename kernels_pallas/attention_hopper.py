@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas.decode_hopper import padded_group, paged_decode, writes_whole_rows
 from kernels_pallas.decode_plan import make_decode_plan
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 from kernels_pallas.prefill_hopper import paged_prefill
@@ -28,9 +28,7 @@ MAX_GROUP = 16
 _H200_MULTIPROCESSORS = 132
 
 
-def unsupported(
-    q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool, *, interpreted: bool = False
-) -> list[str]:
+def unsupported(q: Shaped, pool: KVPool, *, interpreted: bool = False) -> list[str]:
     """Every reason why these kernels cannot take these arrays."""
     reasons = []
     if q.dtype not in (jnp.bfloat16, jnp.float16):

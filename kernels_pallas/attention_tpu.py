@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from kernels_pallas.attention_tpu_decode import decode
 from kernels_pallas.attention_tpu_prefill import find_pairs, prefill
 from kernels_pallas.attention_tpu_tiles import LANES
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.pool import KVPool
 from kernels_pallas.tuning import (
     TPU_GENERATIONS,
@@ -37,9 +37,7 @@ _SCALARS_PER_ROW = 12
 _VMEM_SLACK_BYTES = 4 * 2**20
 
 
-def unsupported(
-    q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool, *, interpreted: bool
-) -> list[str]:
+def unsupported(q: Shaped, pool: KVPool, *, interpreted: bool) -> list[str]:
     """Every reason why the kernels cannot take these arrays."""
     reasons = []
     if q.dtype not in _DTYPES:

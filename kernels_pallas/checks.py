@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.pool import KVPool
 from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning
 
 
 def check_attention(
-    q: Array,
-    k_new: Array,
-    v_new: Array,
+    q: Shaped,
+    k_new: Shaped,
+    v_new: Shaped,
     pool: KVPool,
     layer: int | Array,
     metadata: AttentionMetadata,
@@ -97,12 +97,12 @@ def _check_tiles(tuning: AttentionTuning | HopperTuning | TPUTuning, pool: KVPoo
         raise ValueError(f"{pool.num_kv_heads=} must be a multiple of {tuning.head_groups=}")
 
 
-def _check_rank(name: str, array: Array, rank: int) -> None:
+def _check_rank(name: str, array: Shaped, rank: int) -> None:
     if array.ndim != rank:
         raise ValueError(f"{name}.shape={array.shape} must have {rank} axes")
 
 
-def _check_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, array: Shaped, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise ValueError(f"{name}.shape={array.shape} must be {shape}")
 

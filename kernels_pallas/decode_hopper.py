@@ -120,11 +120,11 @@ def paged_decode(
         _sink_rows(sinks, shape),
     )
     if out_ref is None:
-        out, partials, stats = kernel(*arguments)
+        written, partials, stats = kernel(*arguments)
     else:
         partials, stats = kernel(*arguments, out_ref)
-        out = jax.freeze(out_ref)
-    out = _combine(out, partials, stats, num_rows, plan, shape, sinks, interpret)
+        written = jax.freeze(out_ref)
+    out = _combine(written, partials, stats, plan, shape, sinks, interpret)
     if shape.out_group == group:
         return out
     out = out.reshape(num_rows, shape.num_kv_heads, shape.out_group, shape.head_dim)
@@ -403,21 +403,23 @@ def _combine(
     out: Array,
     partials: Array,
     stats: Array,
-    num_rows: int,
     plan: DecodePlan,
     shape: _Shape,
     sinks: Array | None,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Array:
-    """Merges the partial results of units that several workers shared; in place."""
+    """Merges the partial results of units that several workers shared; in place.
+
+    A program for each worker, not for each unit: most units are nobody's concern here.
+    """
     size = shape.out_group * shape.head_dim
     flat_out = jax.new_ref(out.reshape(out.shape[0], -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(
         functools.partial(_combine_unit, shape=shape, size=size),
         out_type=(),
-        grid=(num_rows, shape.num_kv_heads),
-        grid_names=("row", "head"),
+        grid=(plan.workers.shape[0],),
+        grid_names=("worker",),
         **interpreted_options(interpret),
     )
     kernel(plan.cu_tiles, plan.workers, flat_partials, stats, _sink_rows(sinks, shape), flat_out)
@@ -435,15 +437,19 @@ def _combine_unit(
     shape: _Shape,
     size: int,
 ):
-    row, head = lax.axis_index("row"), lax.axis_index("head")
+    worker = lax.axis_index("worker")
+    position, row, num_segments = (workers_ref[worker, i] for i in (0, 2, 3))
     row_begin = cu_tiles_ref[row]
     tiles = lax.div(cu_tiles_ref[row + 1] - row_begin, jnp.int32(shape.num_kv_heads))
+    tiles = jnp.maximum(tiles, 1)
+    head = lax.div(position - row_begin, tiles)
     begin = row_begin + head * tiles
     share = jnp.maximum(workers_ref[0, 1] - workers_ref[0, 0], 1)
     first = lax.div(begin, share)
     last = lax.div(begin + tiles - 1, share)
 
-    @pl.when((tiles > 0) & (first < last))
+    # The second of the workers that share the unit, for it begins inside.
+    @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
     def _():
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+# An array, or a description: enough to see whether arguments fit.
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass

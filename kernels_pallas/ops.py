@@ -19,7 +19,7 @@ from kernels_pallas import (
     xla,
 )
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
 from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
@@ -184,7 +184,7 @@ def max_blocks_per_row(impl: str | None, *, num_rows: int, num_tokens: int) -> i
     return attention_tpu.max_blocks_per_row(num_rows=num_rows, num_tokens=num_tokens)
 
 
-def _choose(impl: str | None, q: Array | jax.ShapeDtypeStruct, pool: KVPool) -> str:
+def _choose(impl: str | None, q: Shaped, pool: KVPool) -> str:
     name = _implementation(impl)
     if impl is None and name == "hopper" and _unsupported(name, q, pool):
         return "xla"
@@ -222,7 +222,7 @@ def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetada
     )
 
 
-def _unsupported(name: str, q: Array | jax.ShapeDtypeStruct, pool: KVPool) -> list[str]:
+def _unsupported(name: str, q: Shaped, pool: KVPool) -> list[str]:
     """Every reason why the implementation cannot do it."""
     platform = _platform()
     if name == "xla":

@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kernels_pallas import softmax
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.pool import KVPool
 from kernels_pallas.tuning import AttentionTuning
 from kernels_pallas.write_kv import write_kv
 
 
-def unsupported(q: Float[Array, "num_tokens num_q_heads head_dim"], pool: KVPool) -> list[str]:
+def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     """Every reason why this implementation cannot take these arrays."""
     reasons = []
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

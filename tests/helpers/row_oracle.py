@@ -1,5 +1,6 @@
 """The oracle's answer for large steps: a row and all its heads at once, in float64 NumPy."""
 
+import jax
 import numpy as np
 from helpers.attention_cases import AttentionCase
 
@@ -12,7 +13,7 @@ def row_oracle(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: np.ndarray | None = None,
+    sinks: np.ndarray | jax.Array | None = None,
 ) -> np.ndarray:
     """What `paged_attention_reference` gives, hundreds of times faster."""
     k, v = (np.asarray(blocks) for blocks in case.pool.layer_kv(case.layer))
