@@ -74,6 +74,9 @@ class SchedulerConfig:
     """What the scheduler needs, all of it decided.
 
     It always serves by priority: under "fcfs" the front lets no request have one.
+
+    Attributes:
+      step_sizes: tokens to which the runner pads a step with prompts, ascending; empty: it does not.
     """
 
     block_size: int
@@ -82,3 +85,4 @@ class SchedulerConfig:
     max_num_tokens: int
     max_model_len: int
     enable_prefix_caching: bool = True
+    step_sizes: tuple[int, ...] = ()

@@ -33,6 +33,9 @@ class StepRunner(Protocol):
     @property
     def num_compiles_after_warmup(self) -> int: ...
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]: ...
+
     def dispatch(self, plan: StepPlan) -> Any: ...
 
     def draw(self, handle: Any, masks: Any) -> None: ...
@@ -79,6 +82,7 @@ class Engine:
                 max_num_tokens=config.max_num_tokens,
                 max_model_len=config.max_model_len,
                 enable_prefix_caching=config.enable_prefix_caching,
+                step_sizes=runner.step_sizes,
             )
         )
         self._in_flight: tuple[StepPlan, Any] | None = None

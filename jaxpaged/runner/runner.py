@@ -92,6 +92,11 @@ class Runner:
     def num_compiles_after_warmup(self) -> int:
         return self._executables.num_compiles - self._num_warm_compiles
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens to which steps with prompts are padded, ascending."""
+        return tuple(bucket.num_tokens for bucket in self._buckets if not bucket.is_decode)
+
     def warm_up(self) -> None:
         """Compiles every program that a step can need, then runs a first step on the null row."""
         executables = self._executables

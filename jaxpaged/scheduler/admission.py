@@ -14,10 +14,8 @@ from jaxpaged.scheduler.scheduled_step import ScheduledStep
 def admit_waiting(config: SchedulerConfig, roster: Roster, step: ScheduledStep) -> None:
     """Lets waiting sequences start, in order, while rows, blocks and the step's tokens last."""
     kv, size = roster.kv, config.block_size
-    budget = config.max_num_tokens - step.plan.num_tokens
-    prefilling = [s for s in roster.running if not s.has_device_token]
-    # Free blocks that prompts under way will need.
-    num_owed = sum(_num_blocks_missing(sequence, size) for sequence in prefilling)
+    budget = step.max_num_tokens - step.plan.num_tokens
+    num_owed = _num_blocks_owed(roster, size)
     pending_blocks = PendingBlocks(size, roster.running)
     deferred, parked = [], []
     # A deferred sequence keeps its claim on a row.
@@ -44,6 +42,34 @@ def admit_waiting(config: SchedulerConfig, roster: Roster, step: ScheduledStep) 
         pending_blocks.add(sequence)
     for sequence in deferred + parked:
         roster.waiting.push(sequence)
+
+
+def num_tokens_wanted(config: SchedulerConfig, roster: Roster, limit: int) -> int:
+    """Tokens that waiting sequences would compute if all of them could, up to `limit` or a bit more.
+
+    Too many where prompts begin alike, and will wait for each other's blocks.
+    """
+    if not (roster.num_free_rows and roster.waiting):
+        return 0
+    kv, size = roster.kv, config.block_size
+    num_owed = _num_blocks_owed(roster, size)
+    num_wanted, seen = 0, []
+    while num_wanted < limit and len(seen) < roster.num_free_rows:
+        sequence = roster.waiting.peek()
+        if sequence is None:
+            break
+        seen.append(roster.waiting.pop())
+        if sequence.awaits_selection or sequence.num_pending_tokens:
+            continue
+        match = _fitting_match(roster, sequence, kv.match(sequence), size, num_owed)
+        if match is None:
+            break
+        num_wanted += len(sequence.token_ids) - _num_cached(match, size)
+        num_owed += -(-len(sequence.token_ids) // size) - len(match.blocks)
+        num_owed += kv.num_free_taken(match)
+    for sequence in seen:
+        roster.waiting.push(sequence)
+    return num_wanted
 
 
 def add_chunk(
@@ -99,7 +125,7 @@ def _start(
     copy = kv.share(sequence, match)
     if copy is not None:
         step.plan.copies.append(copy)
-    num_cached = len(match.blocks) * block_size + match.num_copied
+    num_cached = _num_cached(match, block_size)
     sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached
     chunk = min(total - num_cached, budget)
     grown = kv.grow(sequence, num_cached + chunk)
@@ -112,6 +138,16 @@ def _start(
     roster.start(sequence)
     step.start_row(sequence)
     return chunk
+
+
+def _num_cached(match: PrefixMatch, block_size: int) -> int:
+    return len(match.blocks) * block_size + match.num_copied
+
+
+def _num_blocks_owed(roster: Roster, block_size: int) -> int:
+    """Free blocks that prompts under way will need."""
+    prefilling = [s for s in roster.running if not s.has_device_token]
+    return sum(_num_blocks_missing(sequence, block_size) for sequence in prefilling)
 
 
 def _num_blocks_missing(sequence: Sequence, block_size: int) -> int:

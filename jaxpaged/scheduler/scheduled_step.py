@@ -12,6 +12,7 @@ class ScheduledStep:
     """The plan speaks of rows; this remembers the sequences behind them.
 
     Attributes:
+      max_num_tokens: tokens that it may have in all.
       scheduled: sequences that compute tokens, forked children included.
       q_lens: how many each computes (a child: as many as its parent).
       sampled: sequences that draw a token, in the order of `plan.sample_rows`.
@@ -20,6 +21,7 @@ class ScheduledStep:
     """
 
     plan: StepPlan
+    max_num_tokens: int
     scheduled: list[Sequence] = field(default_factory=list)
     q_lens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)

@@ -24,6 +24,7 @@ from jaxpaged.scheduler.beam_group import BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager
 from jaxpaged.scheduler.roster import Roster
 from jaxpaged.scheduler.scheduled_step import ScheduledStep
+from jaxpaged.scheduler.step_size import choose_size
 from jaxpaged.step_plan import StepPlan, StepResult
 
 
@@ -93,11 +94,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decides the next step; None when nothing can be computed before the next commit."""
-        roster, step = self.roster, ScheduledStep(StepPlan(self.num_steps + 1))
+        roster, config = self.roster, self.config
+        step = ScheduledStep(StepPlan(self.num_steps + 1), config.max_num_tokens)
         self._beam_groups.select(step)
         num_preemptions = roster.num_preemptions
         prefilling = self._schedule_decodes(step)
-        budget = self.config.max_num_tokens - len(step.scheduled)
+        calm = roster.num_preemptions == num_preemptions
+        step.max_num_tokens = choose_size(config, roster, step, prefilling, admits=calm)
+        budget = step.max_num_tokens - len(step.scheduled)
         for sequence in prefilling:
             if budget and sequence.status is SequenceStatus.RUNNING:
                 budget -= self._schedule_prefill(step, sequence, budget)
@@ -105,7 +109,7 @@ class Scheduler:
         calm = roster.num_preemptions == num_preemptions
         if calm and roster.waiting:
             if budget and roster.num_free_rows:
-                admit_waiting(self.config, roster, step)
+                admit_waiting(config, roster, step)
             self._beam_groups.replace_idle(step)
         if not step.scheduled and not self._in_flight:
             self._beam_groups.make_way(step)

@@ -24,6 +24,10 @@ class MirroredRunner:
     def num_compiles_after_warmup(self) -> int:
         return self._runner.num_compiles_after_warmup
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return self._runner.step_sizes
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         end = self._runner.config.num_blocks + 1
         return self._runner.dispatch(

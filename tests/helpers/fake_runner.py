@@ -30,6 +30,8 @@ class FakeRunner:
       non_finite_token_id: drawing this id reports non-finite logits instead.
     """
 
+    step_sizes: tuple[int, ...] = ()
+
     def __init__(
         self,
         *,

@@ -31,6 +31,10 @@ class FaultyRunner:
     def num_compiles_after_warmup(self) -> int:
         return self.runner.num_compiles_after_warmup
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return self.runner.step_sizes
+
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self.plans.append(plan)
         is_faulty = len(self.plans) == self.fault_step

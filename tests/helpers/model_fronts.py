@@ -39,6 +39,10 @@ class KeptRunner:
     def num_compiles_after_warmup(self) -> int:
         return self._runner.num_compiles_after_warmup
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        return self._runner.step_sizes
+
     def prepare(self, processor: LogitsProcessor) -> None:
         self._runner.prepare(processor)
 

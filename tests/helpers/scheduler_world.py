@@ -36,6 +36,7 @@ class World:
             max_num_tokens=max_num_seqs + rng.choice((0, 1, 5, 40)),
             max_model_len=min(block_size * num_blocks, 48) - rng.randint(0, 2),
             enable_prefix_caching=rng.random() < 0.9,
+            step_sizes=rng.choice(((), (4, 8, 16))),
         )
         self.has_priorities = rng.random() < 0.5
         self.non_finite_token_id = NON_FINITE if rng.random() < 0.2 else None
