@@ -76,7 +76,7 @@ class SchedulerConfig:
     It always serves by priority: under "fcfs" the front lets no request have one.
 
     Attributes:
-      step_sizes: tokens to which the runner pads a step with prompts, ascending; empty: it does not.
+      step_sizes: tokens to which a step with prompts is padded, ascending; empty: it is not.
     """
 
     block_size: int

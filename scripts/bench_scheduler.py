@@ -108,6 +108,7 @@ def _scheduler(num_blocks: int, num_seqs: int, max_model_len: int) -> Scheduler:
             max_num_seqs=num_seqs,
             max_num_tokens=8192,
             max_model_len=max_model_len,
+            step_sizes=(512, 2048, 8192),
         )
     )
 

@@ -26,7 +26,7 @@ def admit_waiting(config: SchedulerConfig, roster: Roster, step: ScheduledStep) 
         if sequence.awaits_selection:
             parked.append(roster.waiting.pop())
             continue
-        match = kv.match(sequence)
+        match = _match(roster, step, sequence)
         waits = kv.reads_cache(sequence) and pending_blocks.continue_better(sequence, match)
         if waits or sequence.num_pending_tokens:
             deferred.append(roster.waiting.pop())
@@ -44,10 +44,12 @@ def admit_waiting(config: SchedulerConfig, roster: Roster, step: ScheduledStep) 
         roster.waiting.push(sequence)
 
 
-def num_tokens_wanted(config: SchedulerConfig, roster: Roster, limit: int) -> int:
-    """Tokens that waiting sequences would compute if all of them could, up to `limit` or a bit more.
+def num_tokens_wanted(
+    config: SchedulerConfig, roster: Roster, step: ScheduledStep, limit: int
+) -> int:
+    """Tokens that the waiting sequences would compute, were there no limit; counted up to `limit`.
 
-    Too many where prompts begin alike, and will wait for each other's blocks.
+    An estimate: prompts that begin alike may wait for each other's blocks, and then want fewer.
     """
     if not (roster.num_free_rows and roster.waiting):
         return 0
@@ -61,7 +63,7 @@ def num_tokens_wanted(config: SchedulerConfig, roster: Roster, limit: int) -> in
         seen.append(roster.waiting.pop())
         if sequence.awaits_selection or sequence.num_pending_tokens:
             continue
-        match = _fitting_match(roster, sequence, kv.match(sequence), size, num_owed)
+        match = _fitting_match(roster, sequence, _match(roster, step, sequence), size, num_owed)
         if match is None:
             break
         num_wanted += len(sequence.token_ids) - _num_cached(match, size)
@@ -92,6 +94,14 @@ def add_chunk(
         roster.start(child)
         step.start_row(child)
         step.add_fork(child, chunk)
+
+
+def _match(roster: Roster, step: ScheduledStep, sequence: Sequence) -> PrefixMatch:
+    """The sequence's cached prefix; looked up once a step unless blocks of it were evicted."""
+    match = step.matches.get(sequence)
+    if match is None or not roster.kv.is_cached(match):
+        match = step.matches[sequence] = roster.kv.match(sequence)
+    return match
 
 
 def _fitting_match(

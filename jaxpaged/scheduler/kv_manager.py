@@ -74,6 +74,12 @@ class KVManager:
             return PrefixMatch(blocks, parent)
         return PrefixMatch(blocks, parent, source, num_shared)
 
+    def is_cached(self, match: PrefixMatch) -> bool:
+        """Whether all of a match found since the last commit is still there."""
+        cache = self.cache
+        has_source = not match.num_copied or match.copy_source in cache
+        return has_source and all(block in cache for block in match.blocks)
+
     def num_free_taken(self, match: PrefixMatch) -> int:
         """Free blocks that sharing (and copying from) the match's blocks takes out of the pool."""
         references = self.pool.references

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from jaxpaged.request import Sequence
+from jaxpaged.scheduler.kv_manager import PrefixMatch
 from jaxpaged.step_plan import PromptChunk, RowStart, StepPlan
 
 
@@ -17,6 +18,7 @@ class ScheduledStep:
       q_lens: how many each computes (a child: as many as its parent).
       sampled: sequences that draw a token, in the order of `plan.sample_rows`.
       scored: whose prompt each of `plan.prompt_chunks` is from, and where in it the chunk begins.
+      matches: cached prefixes looked up while it was scheduled; some may be evicted since.
       preempted: ids of sequences whose blocks were taken after this step was scheduled.
     """
 
@@ -26,6 +28,7 @@ class ScheduledStep:
     q_lens: list[int] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    matches: dict[Sequence, PrefixMatch] = field(default_factory=dict)
     preempted: set[int] = field(default_factory=set)
 
     def close_decodes(self) -> None:

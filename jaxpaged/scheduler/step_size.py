@@ -35,15 +35,15 @@ def choose_size(
     num_wanted = sum(len(s.token_ids) - s.num_scheduled_total for s in prefilling)
     if admits:
         room = config.max_num_tokens - num_decodes - num_wanted
-        num_wanted += num_tokens_wanted(config, roster, room)
+        num_wanted += num_tokens_wanted(config, roster, step, room)
     return fill_size(config.step_sizes, num_decodes, num_wanted, config.max_num_tokens)
 
 
 def fill_size(sizes: tuple[int, ...], num_decodes: int, num_wanted: int, limit: int) -> int:
     """The largest size of which a step fills three quarters.
 
-    The smallest size is taken however little there is: prompts never wait for company. But a size
-    that the decodes alone fill by three quarters is left out: prompts would trickle through the rest.
+    The smallest size is taken however little there is: prompts never wait for company. But sizes
+    that the decodes alone fill by more are left out: prompts would trickle through what is left.
 
     Args:
       sizes: to which steps with prompts are padded, ascending.

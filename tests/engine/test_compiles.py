@@ -10,6 +10,7 @@ import pytest
 from helpers.byte_tokenizer import ByteTokenizer
 from helpers.engines import fresh_engine, run_to_end
 from helpers.random_requests import EOS_TOKEN_IDS, PROCESSORS, RandomRequest, random_requests
+from helpers.requests import make_request
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine
@@ -94,6 +95,17 @@ def test_buckets_hold_every_plan(max_num_seqs, max_num_tokens):
                 bucket = pick_bucket(buckets, plan)
                 assert bucket.num_tokens >= num_tokens and bucket.num_rows >= max_num_seqs
                 assert not bucket.is_decode or num_tokens == num_rows
+
+
+def test_the_scheduler_fills_the_sizes_that_were_compiled(tiny_runner):
+    runner = tiny_runner("tiny_qwen3")
+    engine = fresh_engine(runner, enable_prefix_caching=False)
+    sizes = [bucket.num_tokens for bucket in runner._buckets if not bucket.is_decode]
+    assert len(sizes) > 1 and engine.scheduler.config.step_sizes == tuple(sizes)
+    small, large = sizes[:2]
+    engine.add(make_request("a", [5] * (large // 2 + 1), max_tokens=1))
+    plan = engine.scheduler.schedule()
+    assert plan is not None and plan.num_tokens == small
 
 
 def test_a_step_that_scores_a_prompt_is_no_decode_step():

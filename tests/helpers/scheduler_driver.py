@@ -26,6 +26,7 @@ def make_config(
     max_num_tokens: int = 64,
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
+    step_sizes: tuple[int, ...] = (),
 ) -> SchedulerConfig:
     return SchedulerConfig(
         block_size=block_size,
@@ -34,6 +35,7 @@ def make_config(
         max_num_tokens=max_num_tokens,
         max_model_len=max_model_len or num_blocks * block_size,
         enable_prefix_caching=enable_prefix_caching,
+        step_sizes=step_sizes,
     )
 
 
@@ -90,6 +92,8 @@ class Driver:
         self.peak_used_blocks = max(self.peak_used_blocks, self.pool.num_used)
         if plan is not None:
             check_writes(self.scheduler, plan)
+            sizes = self.scheduler.config.step_sizes
+            assert not sizes or plan.num_tokens <= sizes[-1], "no size holds the step"
             self.plans.append(plan)
             self.in_flight.append((plan, self.runner.dispatch(plan)))
         return plan

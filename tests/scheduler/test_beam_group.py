@@ -42,8 +42,8 @@ def make_driver(
     non_finite_token_id: int | None = None,
     **settings,
 ) -> Driver:
-    settings = {"num_blocks": 16, "max_model_len": 16} | settings
-    config = make_config(enable_prefix_caching=caching, **settings)
+    settings = {"num_blocks": 16, "max_model_len": 16, "enable_prefix_caching": caching} | settings
+    config = make_config(**settings)
     return Driver(config, overlap=overlap, non_finite_token_id=non_finite_token_id)
 
 

@@ -9,7 +9,7 @@ from helpers.scheduler_world import random_world
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.request import Sequence
-from jaxpaged.scheduler import admission, scheduler
+from jaxpaged.scheduler import admission, scheduler, step_size
 from jaxpaged.scheduler.beam_group import BeamGroup, BeamGroups
 from jaxpaged.scheduler.kv_manager import KVManager, PrefixMatch
 from jaxpaged.scheduler.prefix_cache import PrefixCache
@@ -23,6 +23,7 @@ MAX_WORLDS = 120
 _match = KVManager.match
 _release = KVManager._release
 _add_chunk = admission.add_chunk
+_num_tokens_wanted = admission.num_tokens_wanted
 _commit = Scheduler.commit
 _book_token = Scheduler._book_token
 _preempt = Roster.preempt
@@ -171,6 +172,38 @@ def score_again_after_preemption(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "preempt", preempt)
 
 
+def leave_prompts_no_tokens(patch: pytest.MonkeyPatch) -> None:
+    def choose_size(
+        config: SchedulerConfig, roster: Roster, step: ScheduledStep, *args: object, **options: bool
+    ) -> int:
+        return len(step.scheduled) if config.step_sizes else config.max_num_tokens
+
+    patch.setattr(scheduler, "choose_size", choose_size)
+
+
+def exceed_the_largest_size(patch: pytest.MonkeyPatch) -> None:
+    def choose_size(config: SchedulerConfig, *args: object, **options: bool) -> int:
+        return config.max_num_tokens
+
+    patch.setattr(scheduler, "choose_size", choose_size)
+
+
+def lose_those_counted_for_the_size(patch: pytest.MonkeyPatch) -> None:
+    def num_tokens_wanted(
+        config: SchedulerConfig, roster: Roster, step: ScheduledStep, limit: int
+    ) -> int:
+        wanted = _num_tokens_wanted(config, roster, step, limit)
+        if wanted > limit:
+            roster.waiting.pop()
+        return wanted
+
+    patch.setattr(step_size, "num_tokens_wanted", num_tokens_wanted)
+
+
+def use_matches_that_were_evicted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVManager, "is_cached", lambda self, match: True)
+
+
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     skip_copies,
     never_copy_on_write,
@@ -189,6 +222,10 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     beams_never_make_way,
     score_what_the_cache_has,
     score_again_after_preemption,
+    leave_prompts_no_tokens,
+    exceed_the_largest_size,
+    lose_those_counted_for_the_size,
+    use_matches_that_were_evicted,
 ]
 
 
