@@ -27,8 +27,8 @@ def make_buckets(*, max_num_seqs: int, max_num_tokens: int, on_cpu: bool = True)
 
     Decode buckets grow by two up to `max_num_seqs`. Steps with prompts always have `max_num_seqs`
     rows and grow in tokens alone, so that sizes add up instead of multiplying. On accelerators,
-    where padding costs little and compiling much, there are fewer: none under 8 rows (a matrix
-    unit's least), and steps with prompts grow by four.
+    where compiling costs much, there are fewer: none under 8 rows (a matrix unit's least), and
+    steps with prompts grow by four, for the scheduler fills them.
     """
     decode = [Bucket(rows, rows) for rows in _growing(1 if on_cpu else 8, max_num_seqs, 2)]
     first = max(16, 1 << max_num_seqs.bit_length())  # more tokens than rows: never a decode bucket

@@ -9,8 +9,9 @@ A step is decided in `schedule()` and booked in `commit()`. `schedule()` for ste
 `commit()` of step t: the tokens of step t are then pending, known to the device alone.
 
 Policy: decodes first, then prompts under way, then waiting ones in strict order (first come first
-served, or by priority): a request too big for the free blocks is not overtaken. When no block is
-free, the last running sequence in scheduling order is preempted.
+served, or by priority): a request too big for the free blocks is not overtaken. Where
+they can, the tokens of a step fill a size that steps are compiled for (step_size.py). When no block
+is free, the last running sequence in scheduling order is preempted.
 """
 
 from collections import deque
