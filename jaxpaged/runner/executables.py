@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
+from jaxpaged.runner.executable_store import ExecutableStore, describe
 from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout
 from jaxpaged.runner.logprobs import score_step, top_logprobs
 from jaxpaged.runner.processors import (
@@ -41,9 +43,13 @@ MIN_CUBLAS_TOKENS = 64
 
 
 class Executables:
-    """Programs by what they do and their size. A new one is compiled when asked for, and counted.
+    """Programs by what they do and their size. A new one is made when asked for, and counted.
 
     Each knows its arguments' shapes from the arrays given here; pool and state are donated.
+
+    Attributes:
+      num_compiles: programs made, be they compiled or loaded from a store.
+      num_loads: those of them that were loaded.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class Executables:
         impl: str | None,
     ):
         self.num_compiles = 0
+        self.num_loads = 0
         self._lock = threading.Lock()  # warm-up compiles in threads
+        self._lowering = threading.Lock()
+        self._store: ExecutableStore | None = None
         self._weights, self._pool, self._state = jax.tree.map(_shape_of, (weights, pool, state))
         self._pool_sharding = pool.data.sharding
         self._replicated = NamedSharding(weights.structure.mesh, PartitionSpec())
@@ -71,6 +80,19 @@ class Executables:
         self._impl = impl
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._output_shapes: dict[Bucket, tuple[Any, Any, Any]] = {}
+
+    @contextmanager
+    def kept_in(self, store: ExecutableStore | None) -> Iterator[None]:
+        """Takes programs from `store` meanwhile, and puts there what it lacks."""
+        if store is None:
+            yield
+            return
+        with store.opened():
+            self._store = store
+            try:
+                yield
+            finally:
+                self._store = None
 
     def forward(self, bucket: Bucket) -> Any:
         """(weights, pool, state, packed) -> (logits, pool, state, sample words, hidden)."""
@@ -219,24 +241,43 @@ class Executables:
         options: dict[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
     ) -> Any:
-        """Compiles at the first call; outputs are whole on each device unless `out` says more.
+        """Makes it at the first call; outputs are whole on each device unless `out` says more.
 
         Args:
           options: XLA's.
           check: looks at the traced program, and raises where it must not run.
         """
-        if key not in self._compiled:
-            start = time.monotonic()
-            out = self._replicated if out is None else out
+        if key in self._compiled:
+            return self._compiled[key]
+        start = time.monotonic()
+        out = self._replicated if out is None else out
+        store = self._store if check is None else None  # why: from a store there is nothing to check
+        description, program = "", None
+        if store is not None:
+            settings = (self._block_size, self._impl, self._digit_bits, donate, out, options)
+            description = f"{key} {settings} {describe(arguments)}"
+            program = store.load(description, arguments)
+        is_loaded = program is not None
+        if program is None:
             jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
-            traced = jitted.trace(*arguments)
-            if check is not None:
-                check(str(traced.jaxpr))
-            self._compiled[key] = traced.lower().compile(options)
-            with self._lock:
-                self.num_compiles += 1
-            logger.info("compiled %s in %.1f s", " ".join(map(str, key)), time.monotonic() - start)
-        return self._compiled[key]
+            # why locked: it is Python, so one thread at a time brings the first one to XLA soonest
+            with self._lowering:
+                traced = jitted.trace(*arguments)
+                if check is not None:
+                    check(str(traced.jaxpr))
+                lowered = traced.lower()
+            program = (
+                lowered.compile(options)
+                if store is None
+                else store.compile(description, lowered, options)
+            )
+        self._compiled[key] = program
+        with self._lock:
+            self.num_compiles += 1
+            self.num_loads += is_loaded
+        verb, seconds = "loaded" if is_loaded else "compiled", time.monotonic() - start
+        logger.info("%s %s in %.1f s", verb, " ".join(map(str, key)), seconds)
+        return program
 
 
 def _take(hidden: jax.Array, idxs: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from jaxpaged.errors import InvalidFieldError
 from jaxpaged.logprobs import num_words
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket, make_buckets, pick_bucket
+from jaxpaged.runner.executable_store import ExecutableStore
 from jaxpaged.runner.executables import COPY_SIZES, MAX_UPDATES, Executables
 from jaxpaged.runner.inputs import max_table_updates
 from jaxpaged.runner.pack import Packer
@@ -89,6 +90,11 @@ class Runner:
         self._prepare_lock = threading.Lock()  # one compile a function, and each counted once
 
     @property
+    def num_programs(self) -> tuple[int, int]:
+        """Programs made so far, and how many of them were found in a store."""
+        return self._executables.num_compiles, self._executables.num_loads
+
+    @property
     def num_compiles_after_warmup(self) -> int:
         return self._executables.num_compiles - self._num_warm_compiles
 
@@ -97,8 +103,12 @@ class Runner:
         """Tokens to which steps with prompts are padded, ascending."""
         return tuple(bucket.num_tokens for bucket in self._buckets if not bucket.is_decode)
 
-    def warm_up(self) -> None:
-        """Compiles every program that a step can need, then runs a first step on the null row."""
+    def warm_up(self, store: ExecutableStore | None = None) -> None:
+        """Makes every program that a step can need, then runs a first step on the null row.
+
+        Args:
+          store: where programs are kept between starts.
+        """
         executables = self._executables
         jobs: list[Callable[[], Any]] = [executables.update_tables]
         jobs += [partial(executables.copy_blocks, size) for size in COPY_SIZES]
@@ -106,6 +116,7 @@ class Runner:
         # The slowest first: they end last otherwise.
         jobs += [partial(executables.forward, bucket) for bucket in self._buckets]
         with (
+            executables.kept_in(store),
             tqdm(total=len(jobs), desc="compiling", delay=1.0, disable=None, leave=False) as bar,
             ThreadPoolExecutor(os.cpu_count(), "jaxpaged-compile") as pool,
         ):

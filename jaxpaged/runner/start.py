@@ -5,11 +5,13 @@ import time
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.models.config import DTYPES, ModelConfig
+from jaxpaged.runner.executable_store import ExecutableStore
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import Weights, load_weights
@@ -25,7 +27,7 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     """Loads the weights, sizes the pool and compiles.
 
     Args:
-      cache_home: folder whose `xla` folder keeps compiled programs between starts.
+      cache_home: keeps compiled programs between starts, in `programs` and, those of JAX, in `xla`.
 
     Raises:
       JaxpagedError: the model cannot be loaded, or does not fit as configured.
@@ -37,11 +39,12 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
         raise InvalidFieldError("dtype", f"{dtype=} must be one of {', '.join(DTYPES)}")
     _check_before_loading(config, model)
     start = time.monotonic()
+    mesh = tensor_mesh(config.tensor_parallel)
     weights = load_weights(
         model,
         checkpoint,
         dtype=dtype,
-        mesh=tensor_mesh(config.tensor_parallel),
+        mesh=mesh,
         seed=config.seed,
         random=config.load_format == "random",
     )
@@ -50,13 +53,17 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     resolved = resolve_config(config, checkpoint.name, weights)
     start = time.monotonic()
     runner = _make_runner(weights, resolved)
-    runner.warm_up()
+    runner.warm_up(_executable_store(cache_home / "programs", mesh))
+    num_programs, num_loaded = runner.num_programs
     logger.info(
-        "%d blocks of %d tokens, context %d; ready to run after %.1f s of compiling",
+        "%d blocks of %d tokens, context %d; ready to run after %.1f s: %d programs, %d of them kept "
+        "from earlier starts",
         resolved.num_blocks,
         resolved.block_size,
         resolved.max_model_len,
         time.monotonic() - start,
+        num_programs,
+        num_loaded,
     )
     return runner
 
@@ -228,3 +235,19 @@ def _keep_compiled_programs(folder: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _executable_store(folder: Path, mesh: Mesh) -> ExecutableStore | None:
+    """Where accelerators keep programs.
+
+    Not so the CPU: there XLA's programs are for the very features of one processor, implementations
+    may call back into Python, and lowering is quick.
+    """
+    devices = mesh.devices.flatten().tolist()
+    if devices[0].platform == "cpu":
+        return None
+    try:
+        return ExecutableStore(folder, devices)
+    except OSError as error:
+        logger.warning("compiled programs are not kept: %s", error)
+        return None
