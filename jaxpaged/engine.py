@@ -10,19 +10,21 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxpaged.checkpoint.locate import home_folder, locate
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
 from jaxpaged.errors import UnsupportedOptionError
-from jaxpaged.grammar import MaskMaker, Vocabulary
 from jaxpaged.outputs import BlockState, EngineStats, StepOutputs
 from jaxpaged.request import EngineRequest, SequenceStatus
 from jaxpaged.runner.start import start_runner
 from jaxpaged.scheduler.pool_stats import block_states, used_slots
 from jaxpaged.scheduler.scheduler import Scheduler
 from jaxpaged.step_plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from jaxpaged.grammar import MaskMaker, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +69,12 @@ class Engine:
     """Scheduler and runner, driven one step at a time by one thread."""
 
     def __init__(
-        self, config: ResolvedConfig, runner: StepRunner, vocabulary: Vocabulary | None = None
+        self, config: ResolvedConfig, runner: StepRunner, vocabulary: "Vocabulary | None" = None
     ):
         """Without a vocabulary no request may have a grammar."""
         self.config = config
         self.vocabulary = vocabulary and vocabulary.resized(config.vocab_size)
-        self._mask_maker = self.vocabulary and MaskMaker(self.vocabulary)
+        self._mask_maker = self.vocabulary and _mask_maker(self.vocabulary)
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -98,7 +100,7 @@ class Engine:
         config: EngineConfig,
         checkpoint: Checkpoint,
         cache_home: Path,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: "Vocabulary | None" = None,
     ) -> "Engine":
         """Loads the model and compiles; see `runner.start.start_runner`."""
         runner = start_runner(config, checkpoint, cache_home)
@@ -253,7 +255,14 @@ class Engine:
         self.runner.close()
 
 
-def load_engine(config: EngineConfig, vocabulary: Vocabulary | None = None) -> Engine:
+def _mask_maker(vocabulary: "Vocabulary") -> "MaskMaker":
+    # why here: without grammars an engine does not need llguidance
+    from jaxpaged.grammar import MaskMaker
+
+    return MaskMaker(vocabulary)
+
+
+def load_engine(config: EngineConfig, vocabulary: "Vocabulary | None" = None) -> Engine:
     """An engine for the model that `config` names, ready to run.
 
     Raises:

@@ -1,8 +1,8 @@
 """Compiled programs kept on disk, whole: a start that finds them traces and lowers nothing.
 
-JAX's own cache spares XLA's work alone; to ask it, a program must be traced and lowered first, which
-is seconds of Python for each `forward`. Here a program is found by what it is made from: the caller
-describes it, this module adds the source of our packages, versions, flags and the devices.
+JAX's own cache spares XLA's work alone; to ask it, a program must be traced and lowered first,
+which is seconds of Python for each `forward`. Here a program is found by what it is made from: the
+caller describes it, this module adds the source of our packages, versions, flags and the devices.
 
 Files hold pickles, and to read one is to run what it says. So the folder is the user's own, as that
 of JAX's cache is, and one that other users may write to is refused.
@@ -16,15 +16,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.metadata import entry_points
+from contextlib import contextmanager, suppress
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class ExecutableStore:
     For platforms whose programs do not call back into Python: such a call does not survive.
     """
 
-    def __init__(self, folder: Path, devices: Sequence[jax.Device]):
+    def __init__(self, folder: Path, devices: Sequence[Any]):
         """Makes the folder.
 
         Raises:
@@ -77,7 +75,8 @@ class ExecutableStore:
         finally:
             jax.config.update(_MIN_COMPILE_TIME, seconds)
             jax.monitoring.unregister_event_listener(self._note_hit)
-            _prune(self._folder, _MAX_BYTES)
+            with suppress(OSError):  # why: another process may prune too
+                prune(self._folder, _MAX_BYTES)
 
     def load(self, description: str, arguments: tuple[Any, ...]) -> jax.stages.Compiled | None:
         """The program of that description; None if there is none that loads.
@@ -100,7 +99,7 @@ class ExecutableStore:
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
-            os.utime(file)  # why: `_prune` goes by it
+            os.utime(file)  # why: `prune` goes by it
             return program
         except FileNotFoundError:
             return None
@@ -138,18 +137,18 @@ class ExecutableStore:
 
 
 def describe(arguments: Any) -> str:
-    """Trees, shapes, dtypes and shardings of a program's arguments, and all that is static there."""
+    """Trees with their static parts, shapes, dtypes and shardings of a program's arguments."""
     leaves, tree = jax.tree.flatten(arguments)
     return f"{tree} {[(leaf.shape, leaf.dtype.name, leaf.sharding) for leaf in leaves]}"
 
 
-def _environment(devices: Sequence[jax.Device]) -> str:
+def _environment(devices: Sequence[Any]) -> str:
     """What shapes every program here, and what must be the same for its file to load."""
     client = devices[0].client
     settings = sorted(jax.config.values.items())
     parts = {
-        "source": _source_digest(),
-        "versions": (sys.version, jax.__version__, jaxlib.__version__, flax.__version__),
+        "source": [source_digest(_folder_of(package)) for package in _OUR_PACKAGES],
+        "versions": (sys.version, [version(name) for name in ("jax", "jaxlib", "flax")]),
         "plugins": [
             (plugin.dist.name, plugin.dist.version)
             for plugin in entry_points(group="jax_plugins")
@@ -167,16 +166,20 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     return repr(parts)
 
 
-def _source_digest() -> str:
+def source_digest(folder: Path) -> str:
+    """Changes with every name and every byte of the Python files in `folder`."""
     digest = hashlib.sha256()
-    for package in _OUR_PACKAGES:
-        spec = find_spec(package)
-        assert spec is not None and spec.submodule_search_locations
-        folder = Path(spec.submodule_search_locations[0])
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{file.relative_to(folder)}\0".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted(folder.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()
+
+
+def _folder_of(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -191,7 +194,8 @@ def _write(file: Path, content: bytes) -> None:
         raise
 
 
-def _prune(folder: Path, max_bytes: int) -> None:
+def prune(folder: Path, max_bytes: int) -> None:
+    """Removes the files used least recently, until what stays is small enough."""
     files = [(file, file.stat()) for file in folder.iterdir()]
     num_bytes = sum(status.st_size for _, status in files)
     for file, status in sorted(files, key=lambda item: item[1].st_mtime):

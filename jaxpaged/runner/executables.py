@@ -251,7 +251,7 @@ class Executables:
             return self._compiled[key]
         start = time.monotonic()
         out = self._replicated if out is None else out
-        store = self._store if check is None else None  # why: from a store there is nothing to check
+        store = self._store if check is None else None  # why: a check needs the trace
         description, program = "", None
         if store is not None:
             settings = (self._block_size, self._impl, self._digit_bits, donate, out, options)
@@ -259,7 +259,8 @@ class Executables:
             program = store.load(description, arguments)
         is_loaded = program is not None
         if program is None:
-            jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
+            # why a new function: what JAX compiled before may not be fit for a store
+            jitted = jax.jit(partial(function), donate_argnums=donate, out_shardings=out)
             # why locked: it is Python, so one thread at a time brings the first one to XLA soonest
             with self._lowering:
                 traced = jitted.trace(*arguments)

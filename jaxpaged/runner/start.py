@@ -56,8 +56,8 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     runner.warm_up(_executable_store(cache_home / "programs", mesh))
     num_programs, num_loaded = runner.num_programs
     logger.info(
-        "%d blocks of %d tokens, context %d; ready to run after %.1f s: %d programs, %d of them kept "
-        "from earlier starts",
+        "%d blocks of %d tokens, context %d; ready to run after %.1f s: %d programs, "
+        "%d of them kept from earlier starts",
         resolved.num_blocks,
         resolved.block_size,
         resolved.max_model_len,
