@@ -11,10 +11,6 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("PyTorch was not found")
 
 
-# why: transformers tells at import that it cannot run models, which nobody asked of it here
-logging.getLogger("transformers").addFilter(_is_worth_showing)
-from transformers import AutoTokenizer  # noqa: E402
-
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -23,6 +19,11 @@ def load(checkpoint: Checkpoint) -> TokenizerParts | None:
     folder = checkpoint.path
     if not any((folder / file).is_file() for file in _FILES):
         return None
+    # why: transformers tells at import that it cannot run models, which nobody asked of it here
+    logging.getLogger("transformers").addFilter(_is_worth_showing)
+    # why here: it takes long to import, and a folder without a tokenizer needs none of it
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     # why: damaged or odd files make this library raise nearly everything, bare Exception included

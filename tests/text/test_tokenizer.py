@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files and of Hugging Face folders: right ids, right BOS, exact decoding."""
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,7 +223,10 @@ def test_only_the_note_about_pytorch_is_silenced(folder: Path):
         assert bool(logging.getLogger("transformers").filter(record)) == is_shown
 
 
-def test_a_folder_without_tokenizer_files(folder: Path):
+def test_a_folder_without_tokenizer_files(folder: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # to import it raises
+    with pytest.raises(ImportError):  # negative control
+        load_tokenizer(locate(str(folder)))
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert load_tokenizer(locate(str(folder))) is None
