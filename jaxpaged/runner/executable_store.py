@@ -17,13 +17,15 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 from jax.experimental import serialize_executable
+from jaxlib.version import __version__ as jaxlib_version
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +101,14 @@ class ExecutableStore:
                 backend=self._devices[0].client,
                 execution_devices=self._devices,
             )
-            os.utime(file)  # why: `prune` goes by it
-            return program
         except FileNotFoundError:
             return None
         except Exception as error:  # why all: whatever a foreign version wrote may raise anything
             logger.info("%s is not used: %s: %s", file, type(error).__name__, error)
             return None
+        with suppress(OSError):  # why: programs may be read where nothing can be written
+            os.utime(file)  # `prune` goes by it
+        return program
 
     def compile(
         self, description: str, lowered: jax.stages.Lowered, options: dict[str, Any] | None
@@ -148,7 +151,7 @@ def _environment(devices: Sequence[Any]) -> str:
     settings = sorted(jax.config.values.items())
     parts = {
         "source": [source_digest(_folder_of(package)) for package in _OUR_PACKAGES],
-        "versions": (sys.version, [version(name) for name in ("jax", "jaxlib", "flax")]),
+        "versions": (sys.version, jax.__version__, jaxlib_version, flax.__version__),
         "plugins": [
             (plugin.dist.name, plugin.dist.version)
             for plugin in entry_points(group="jax_plugins")

@@ -21,6 +21,8 @@ from kernels_pallas.pool import pool_bytes_per_block
 logger = logging.getLogger(__name__)
 
 _CPU_MEMORY_BYTES = 4 * 2**30
+# Leading bits that count of a pool's size that nobody chose: at most 1/128 of it is lost.
+_POOL_SIZE_BITS = 8
 
 
 def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path) -> Runner:
@@ -216,7 +218,9 @@ def _num_blocks_that_fit(config: EngineConfig, weights: Weights, max_num_tokens:
             f"a step take {other_bytes / 1e9:.2f} GB: raise memory_fraction, "
             f"set num_blocks, or take a smaller model",
         )
-    return num_blocks
+    # why rounded: a GPU's limit is a fraction of what was free at the start, and a pool of another
+    # size by one block needs every program compiled anew
+    return num_blocks - num_blocks % (1 << max(0, num_blocks.bit_length() - _POOL_SIZE_BITS))
 
 
 def _memory_bytes() -> int:
