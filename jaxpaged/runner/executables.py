@@ -95,14 +95,15 @@ class Executables:
                 self._store = None
 
     def forward(self, bucket: Bucket) -> Any:
-        """(weights, pool, state, packed) -> (logits, pool, state, sample words, hidden)."""
+        """(weights, pool, state, packed, results) -> (logits, pool, state, words, hidden)."""
         step, packed = self._forward_step(bucket)
         whole = self._replicated
         return self._get(
             ("forward", bucket.num_tokens, bucket.num_rows),
             step,
-            (self._weights, self._pool, self._state, packed),
-            donate=(1, 2),
+            (self._weights, self._pool, self._state, packed, self.results(bucket)),
+            donate=(1, 2, 4),
+            keep_unused=True,
             out=(whole, self._pool_sharding, whole, whole, whole),
             options=self._forward_options(bucket),
         )
@@ -208,6 +209,11 @@ class Executables:
         layout = StepLayout.of(bucket, self._block_size)
         return partial(forward_step, layout=layout, impl=self._impl), self._int32(layout.size)
 
+    def results(self, bucket: Bucket) -> tuple[Any, ...]:
+        """Shapes of the arrays that a `forward` writes its results into."""
+        results = self._outputs(bucket)
+        return results[:2] if bucket.is_decode else results
+
     def _outputs(self, bucket: Bucket) -> tuple[Any, Any, Any]:
         """Shapes of the logits, sample words and hidden states that `forward` gives."""
         if bucket not in self._output_shapes:
@@ -237,6 +243,7 @@ class Executables:
         arguments: tuple[Any, ...],
         *,
         donate: tuple[int, ...] = (),
+        keep_unused: bool = False,
         out: Any = None,
         options: dict[str, Any] | None = None,
         check: Callable[[str], None] | None = None,
@@ -244,6 +251,7 @@ class Executables:
         """Makes it at the first call; outputs are whole on each device unless `out` says more.
 
         Args:
+          keep_unused: arguments that are only there to be donated.
           options: XLA's.
           check: looks at the traced program, and raises where it must not run.
         """
@@ -260,7 +268,12 @@ class Executables:
         is_loaded = program is not None
         if program is None:
             # why a new function: what JAX compiled before may not be fit for a store
-            jitted = jax.jit(partial(function), donate_argnums=donate, out_shardings=out)
+            jitted = jax.jit(
+                partial(function),
+                donate_argnums=donate,
+                keep_unused=keep_unused,
+                out_shardings=out,
+            )
             # why locked: it is Python, so one thread at a time brings the first one to XLA soonest
             with self._lowering:
                 traced = jitted.trace(*arguments)

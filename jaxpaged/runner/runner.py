@@ -86,6 +86,7 @@ class Runner:
             weights, self.pool, self._state, config.block_size, config.attention_impl
         )
         self._sampler = Sampler(self._executables, self._packer, adjustments, config.max_num_seqs)
+        self._results = self._new_results()  # by shape and dtype
         self._num_warm_compiles = 0
         self._prepare_lock = threading.Lock()  # one compile a function, and each counted once
 
@@ -148,9 +149,11 @@ class Runner:
         updates = self._write_surplus_updates(plan.table_updates, bucket)
         packed = self._packer.pack(plan, bucket, updates)
         forward = self._executables.forward(bucket)
+        keys = [_shape_key(shape) for shape in self._executables.results(bucket)]
         logits, self.pool, self._state, words, hidden = forward(
-            self.weights, self.pool, self._state, packed
+            self.weights, self.pool, self._state, packed, tuple(map(self._results.pop, keys))
         )
+        self._results.update(zip(keys, (logits, words, hidden), strict=False))
         prompt_logprobs = self._sampler.score_chunks(plan, bucket, self.weights, hidden)
         handle = StepHandle(plan, bucket, logits, words, prompt_logprobs)
         if not plan.has_masks:
@@ -193,10 +196,12 @@ class Runner:
 
     def reset(self) -> None:
         """Makes an empty pool after a failed step, which may have consumed the old one."""
-        _free((self.pool, self._state, self._sampler.adjustments))  # the device may not hold two
+        # The device may not hold two.
+        _free((self.pool, self._state, self._sampler.adjustments, self._results))
         self.pool = self._new_pool()
         self._state = self._new_state()
         self._sampler.adjustments = new_adjustments(self.config, self._replicated)
+        self._results = self._new_results()
 
     def load_weights(self, checkpoint: Checkpoint) -> Weights:
         """Weights that can take the place of the present ones without a compile.
@@ -228,7 +233,7 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""
-        _free((self.weights, self.pool, self._state, self._sampler.adjustments))
+        _free((self.weights, self.pool, self._state, self._sampler.adjustments, self._results))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for pairs in batched(copies, COPY_SIZES[-1]):
@@ -271,9 +276,25 @@ class Runner:
             block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=whole),
         )
 
+    def _new_results(self) -> dict[tuple[Any, ...], jax.Array]:
+        """What the first step of each size takes for the results of an earlier one."""
+        shapes = {
+            _shape_key(shape): shape
+            for bucket in self._buckets
+            for shape in self._executables.results(bucket)
+        }
+        return {
+            key: jnp.zeros(shape.shape, shape.dtype, device=self._replicated)
+            for key, shape in shapes.items()
+        }
+
     @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.weights.structure.mesh, PartitionSpec())
+
+
+def _shape_key(shape: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
+    return (*shape.shape, str(shape.dtype))
 
 
 def _free(arrays: Any) -> None:

@@ -48,6 +48,7 @@ def forward_step(
     pool: KVPool,
     state: BatchState,
     packed: Int32[Array, " packed"],
+    results: tuple[Array, ...],
     *,
     layout: StepLayout,
     impl: str | None,
@@ -57,13 +58,16 @@ def forward_step(
     """Computes the step's tokens and the logits of the positions that draw.
 
     Args:
-      pool: donated, and so is `state`.
+      pool: donated, and so are `state` and `results`.
       packed: laid out by `layout`.
+      results: of an earlier step: logits, words, and with prompts what the last layer gave. The
+        new ones take their memory, so that a CUDA graph finds its addresses as it left them.
 
     Returns:
       Logits, pool, state, what the sampler needs, and what the last layer gave for every token of
       a step with prompts (of a decode step: for none).
     """
+    del results
     parts = layout.split(packed)
     updates = jnp.stack([parts["update_rows"], parts["update_idxs"], parts["update_blocks"]], 1)
     state = update_tables(state, updates)
