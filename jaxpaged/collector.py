@@ -100,7 +100,7 @@ class Collector:
         stopped = sequence.add(output)
         if self._observer is not None and sequence.finish_reason is not None:
             self._observer.on_sequence_ended(sequence.finish_reason)
-        if not sequence.was_told:
+        if self.is_streamed and not sequence.was_told:
             self.wake_reader()  # a first token goes at once, others when the front sees fit
         return stopped
 

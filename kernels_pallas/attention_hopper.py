@@ -82,7 +82,7 @@ def paged_attention(
     # Zeros beyond head_dim add nothing to a score; those of the values are cut off again.
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
     group = q.shape[1] // pool.num_kv_heads
-    out = _attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
+    out = attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
     if q.shape[0] > metadata.num_rows:
         token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
         out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
@@ -116,10 +116,10 @@ def qkv_attention(
         q_rows=padded_group(group) if is_decode_step else group,
         interpret=interpret,
     )
-    return _attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
+    return attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
 
 
-def _attend(
+def attend(
     q: Float[Array, "num_tokens num_q_heads lanes"],
     group: int,
     pool: KVPool,
@@ -128,13 +128,16 @@ def _attend(
     options: AttentionOptions,
     sinks: Float32[Array, " num_q_heads"] | None,
     tuning: HopperTuning,
-    interpret: plgpu.InterpretGPUParams | None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "num_tokens num_q_heads lanes"]:
-    """Both kernels; padding tokens of a step with prompts hold anything.
+    """Both kernels, over keys that are in the pool already.
 
     Args:
       group: query heads a KV head. In a decode step `q` may have more, padding that is not looked
         at.
+
+    Returns:
+      The output; padding tokens of a step with prompts hold anything.
     """
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     is_decode_step = num_tokens == num_rows

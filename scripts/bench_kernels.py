@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Times the attention kernels against the memory's and the matrix units' ceilings of the same run.
 
-    scripts/bench_kernels.py [--quick] [--only TEXT] [--json FILE]
+    scripts/bench_kernels.py [--quick] [--only TEXT] [--with-write] [--json FILE]
 
 Random data, permuted block tables, more layers than the L2 holds, results checked against plain
-float32 attention in the same run. Without a Hopper GPU it runs one small case through XLA.
+float32 attention in the same run. The keys are in the pool already, as where peers are timed;
+`--with-write` times the write of the new ones, too. Without a Hopper GPU it runs one small case
+through XLA, with the write.
 """
 
 import argparse
@@ -22,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import ops
-from kernels_pallas.metadata import AttentionMetadata
+from kernels_pallas import attention_hopper, ops
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.pool import KVPool
 
 REPEATS = 15
@@ -93,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the attention kernels.")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--with-write", action="store_true", help="new keys are written, too")
     parser.add_argument("--json", help="write the figures there, too")
     options = parser.parse_args()
     repeats = 5 if options.quick else REPEATS
@@ -106,13 +109,13 @@ def main() -> None:
     print_header(ceilings)
     rows = []
     for case in cases:
-        rows.append(measure(case, impl, repeats))
+        rows.append(measure(case, impl, repeats, with_write=options.with_write or not ceilings))
         print_row(rows[-1], ceilings)
     if options.json:
         Path(options.json).write_text(json.dumps({"ceilings": ceilings, "cases": rows}, indent=2))
 
 
-def measure(case: Case, impl: str, repeats: int) -> dict[str, Any]:
+def measure(case: Case, impl: str, repeats: int, *, with_write: bool) -> dict[str, Any]:
     """Microseconds of one call, its rate, and its error against plain attention."""
     num_layers = 4
     dtype = jnp.bfloat16 if impl == "hopper" else jnp.float32
@@ -120,20 +123,32 @@ def measure(case: Case, impl: str, repeats: int) -> dict[str, Any]:
 
     # Jitted by itself: all layers of the chain below share one compiled kernel.
     @jax.jit
-    def attend(q, kv_new, pool, layer, metadata):
+    def write_and_attend(q, kv_new, pool, layer, metadata):
         return ops.paged_attention(
             q, kv_new, kv_new, pool, layer, metadata, sm_scale=case.head_dim**-0.5, impl=impl
         )
+
+    @jax.jit
+    def attend(q, kv_new, pool, layer, metadata):
+        group = case.num_q_heads // case.num_kv_heads
+        options = AttentionOptions(case.head_dim**-0.5)
+        tuning = attention_hopper.tuning_for(pool, metadata)
+        return (
+            attention_hopper.attend(q, group, pool, layer, metadata, options, None, tuning),
+            pool,
+        )
+
+    call = write_and_attend if with_write else attend
 
     @partial(jax.jit, donate_argnums=2)
     def all_layers(q, kv_new, pool, metadata):
         out = q
         for layer in range(num_layers):
             # Each call takes the one before as its queries: they cannot overlap.
-            out, pool = attend(out, kv_new, pool, jnp.int32(layer), metadata)
+            out, pool = call(out, kv_new, pool, jnp.int32(layer), metadata)
         return out, pool
 
-    first, _ = attend(q, kv_new, pool, jnp.int32(1), metadata)
+    first, _ = write_and_attend(q, kv_new, pool, jnp.int32(1), metadata)
     error = relative_error(case, first, q, pool, metadata, kv_new)
 
     def run(count: int) -> float:

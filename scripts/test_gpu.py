@@ -5,7 +5,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -52,9 +52,23 @@ SHAPES = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Proves the Hopper kernels on a GPU.")
-    parts = {"kernels": check_kernels, "qwen3": check_qwen3, "smollm2": check_smollm2}
+    parts: dict[str, Callable[[], str]] = {
+        "kernels": check_kernels,
+        "qwen3": check_qwen3,
+        "smollm2": check_smollm2,
+    }
     parser.add_argument("--only", choices=parts, help="run this part alone")
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--share",
+        default="1/1",
+        metavar="I/N",
+        help="of the kernels' shapes, every N-th: compiling is mostly Python, so that N processes "
+        "(with XLA_PYTHON_CLIENT_PREALLOCATE=false) are done sooner than one",
+    )
+    options = parser.parse_args()
+    only = options.only
+    first, step = map(int, options.share.split("/"))
+    parts["kernels"] = partial(check_kernels, range(first - 1, len(SHAPES), step))
     print(f"jax {jax.__version__} on {jax.devices()[0]}")
     results = [run_part(name, parts[name]) for name in parts if only in (None, name)]
     print("\n".join(["", *results]))
@@ -75,8 +89,8 @@ def run_part(name: str, part: Callable[[], str]) -> str:
 # --- kernels -----------------------------------------------------------------------------------
 
 
-def check_kernels() -> str:
-    jobs = [(number, is_decode) for number in range(len(SHAPES)) for is_decode in (True, False)]
+def check_kernels(numbers: Sequence[int] = range(len(SHAPES))) -> str:
+    jobs = [(number, is_decode) for number in numbers for is_decode in (True, False)]
     # In threads: compiling is what takes time here.
     with ThreadPoolExecutor() as pool:
         errors = [
