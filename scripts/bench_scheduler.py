@@ -116,7 +116,7 @@ def _scheduler(num_blocks: int, num_seqs: int, max_model_len: int) -> Scheduler:
 def _pack(packer: Packer, buckets: list, plan: StepPlan) -> None:
     packer.start_rows(plan.starts)
     bucket = pick_bucket(buckets, plan)
-    packer.is_greedy(plan)
+    packer.variant(plan)
     packer.pack(plan, bucket, plan.table_updates[: bucket.num_rows])
 
 

@@ -5,8 +5,9 @@ Run it through scripts/check_cuda, which makes the environment. One line a progr
     variant  compile s  temporary bytes  spilled bytes  registers
 
 and a failure where the pool is copied or not updated in place, where temporaries reach 5 % of it,
-where a kernel spills registers, where a step is more than one CUDA graph, or where a program does
-not compile at all. A program that copies its pool on purpose comes last and must be noticed.
+where a kernel spills registers, where a step or a draw is more than one CUDA graph, where a draw
+keeps more arrays than it needs, or where a program does not compile at all. Programs that are wrong
+on purpose come last and must be noticed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from cuda_programs import (
     AttentionShape,
     Program,
     compile_attention,
+    compile_sample,
     compile_step,
     dump_steps,
     h200_mesh,
@@ -33,6 +35,7 @@ from tpu_programs import QWEN3_4B
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
+from jaxpaged.runner.sampling import Variant
 
 MAX_TEMPORARIES = 0.05
 MAX_COMPILE_S = 120  # Mosaic's search for layouts can be endless
@@ -40,6 +43,10 @@ MAX_COMPILE_S = 120  # Mosaic's search for layouts can be endless
 # fit its registers would spill hundreds.
 MAX_SPILL_BYTES = 64
 ONE_GRAPH = ("kCommandBuffer",)
+NUM_SAMPLES = 256
+# A random draw keeps two arrays like the logits, padded. One more, if only of flags, is read and
+# written in every pass.
+MAX_SAMPLE_ARRAYS = 2.1
 TINY_QWEN3 = ModelConfig.from_hf(
     {
         "model_type": "qwen3",
@@ -104,6 +111,10 @@ class Row:
 def find_problems(program: Program) -> tuple[str, ...]:
     """What is wrong with a program."""
     problems = []
+    if program.launches is not None and program.launches != ONE_GRAPH:
+        problems.append(f"the host starts {program.launches[:4]}, not {ONE_GRAPH}")
+    if program.pool is None:
+        return (*problems, *_find_sample_problems(program))
     memory, pool_bytes = program.memory, program.pool_bytes
     if copies := program.pool_copies():
         problems.append(f"{len(copies)} copies of the pool, the first: {copies[0]}")
@@ -115,9 +126,13 @@ def find_problems(program: Program) -> tuple[str, ...]:
         problems.append("the assembler said nothing: no kernel of ours was compiled")
     if max(program.spill_bytes, default=0) > MAX_SPILL_BYTES:
         problems.append(f"spills of {program.spill_bytes} bytes > {MAX_SPILL_BYTES}")
-    if program.launches is not None and program.launches != ONE_GRAPH:
-        problems.append(f"the host starts {program.launches[:4]}, not {ONE_GRAPH}")
     return tuple(problems)
+
+
+def _find_sample_problems(program: Program) -> Iterator[str]:
+    found, logits = program.memory.temp_size_in_bytes, NUM_SAMPLES * QWEN3_4B.vocab_size * 4
+    if found > MAX_SAMPLE_ARRAYS * logits:
+        yield f"temporaries of {found} bytes, {found / logits:.2f} times the logits"
 
 
 def run(name: str, compile_it: Callable[[Path], Program], folder: Path) -> Row:
@@ -154,19 +169,28 @@ def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Pa
     yield "tiny Qwen3, mixed", partial(compile_step, mesh, TINY_QWEN3, Bucket(256, 8), step_folder)
     decode = partial(compile_step, mesh, QWEN3_4B, Bucket(64, 64), step_folder)
     yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, decode", decode
+    for variant in (Variant.RANDOM, Variant.RANDOM_BOTH):
+        sample = partial(compile_sample, mesh, QWEN3_4B, NUM_SAMPLES, variant, step_folder)
+        yield f"sample, {NUM_SAMPLES} rows, {variant.value}", sample
     if not short:
         mixed = partial(compile_step, mesh, QWEN3_4B, Bucket(512, 64), step_folder)
         yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, mixed", mixed
 
 
-def control(folder: Path) -> Row:
-    """Turns the verdict around: a copied pool must be noticed."""
-    name = "control: a pool that is not donated"
-    row = run(name, partial(compile_attention, h200_mesh(), AttentionShape(), donate=False), folder)
-    is_noticed = all(
-        any(words in problem for problem in row.problems) for words in ("copies of", "in place")
+def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
+    """Turns verdicts around: a copied pool, and loops that the host drives, must be noticed."""
+    mesh = h200_mesh()
+    copied = partial(compile_attention, mesh, AttentionShape(), donate=False)
+    driven = partial(
+        compile_sample, mesh, QWEN3_4B, NUM_SAMPLES, Variant.RANDOM, step_folder, in_graph=False
     )
-    return replace(row, problems=() if is_noticed else ("its copied pool was not noticed",))
+    for name, compile_it, wanted in (
+        ("control: a pool that is not donated", copied, ("copies of", "in place")),
+        ("control: a loop out of the graph", driven, ("kWhile",)),
+    ):
+        row = run(name, compile_it, folder)
+        is_noticed = all(any(words in problem for problem in row.problems) for words in wanted)
+        yield replace(row, problems=() if is_noticed else ("what is wrong was not noticed",))
 
 
 def main() -> int:
@@ -185,8 +209,9 @@ def main() -> int:
             if args.only in name:
                 rows.append(run(name, compile_it, Path(folder)))
                 print(rows[-1], flush=True)
-        rows.append(control(Path(folder)))
-        print(rows[-1], flush=True)
+        for row in controls(Path(folder), step_folder):
+            rows.append(row)
+            print(row, flush=True)
     num_bad = sum(bool(row.problems) for row in rows)
     print(
         f"{len(rows)} programs, {num_bad} bad, {time.monotonic() - start:.0f} s "

@@ -18,8 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.executables import Executables
+from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS
+from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.sharding import AXIS_NAME
-from jaxpaged.runner.step import BatchState, forward_step
+from jaxpaged.runner.step import BatchState, forward_step, sample_step
 from jaxpaged.runner.weight_structure import Parameter, WeightStructure
 from jaxpaged.runner.weights import Weights
 from kernels_pallas import ops
@@ -31,6 +33,7 @@ POOL_BYTES = 20 * 2**30
 _TARGET_CONFIG = Path(__file__).with_name("h200_target_config.txtpb")
 _COPYING = ("copy", "copy-start", "fusion", "transpose", "convert", "dynamic-update-slice")
 _WHOLE = PartitionSpec()
+_BLOCK_SIZE = 16
 _LAUNCH_FILES = "*.thunk_sequence_after_thunk_passes.txt"
 
 
@@ -39,7 +42,7 @@ class Program:
     """A compiled program.
 
     Attributes:
-      pool: ShapeDtypeStruct of its pool's array.
+      pool: ShapeDtypeStruct of its pool's array; None where it has none.
       spill_bytes: stores of spilled registers, of each of our kernels that was assembled.
       registers: the same, registers a thread.
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
@@ -79,7 +82,8 @@ class Program:
 
 def dump_steps(folder: Path) -> None:
     """Has XLA write what a step launches into `folder`; call it before anything is compiled."""
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_module_re={forward_step.__name__}"
+    names = f"{forward_step.__name__}|{sample_step.__name__}"
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_module_re={names}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
@@ -159,7 +163,7 @@ def compile_attention(
     def compile_it() -> jax.stages.Compiled:
         return jitted.lower(q, kv, kv, pool, metadata, sinks).compile()
 
-    return _compile(mesh, compile_it, pool, dump_folder)
+    return _compile(mesh, compile_it, pool.data, dump_folder)
 
 
 def compile_step(
@@ -176,27 +180,69 @@ def compile_step(
     Args:
       step_folder: that of `dump_steps`.
     """
-    block_size, dtype = 16, jnp.dtype(model.dtype)
+    executables, pool = _executables(mesh, model, bucket, max_model_len)
+    before = set(step_folder.glob(_LAUNCH_FILES))
+    program = _compile(mesh, lambda: executables.forward(bucket), pool.data, dump_folder)
+    return replace(program, launches=_launches(step_folder, before))
+
+
+def compile_sample(
+    mesh: Mesh,
+    model: ModelConfig,
+    num_rows: int,
+    variant: Variant,
+    step_folder: Path,
+    dump_folder: Path,
+    *,
+    in_graph: bool = True,
+) -> Program:
+    """The engine's own `sample` program of a number of rows.
+
+    Args:
+      step_folder: that of `dump_steps`.
+      in_graph: False leaves the loops to the host, as XLA does by itself.
+    """
+    bucket = Bucket(num_rows, num_rows)
+    executables, _ = _executables(mesh, model, bucket, 4096)
+    before = set(step_folder.glob(_LAUNCH_FILES))
+
+    def compile_it() -> jax.stages.Compiled:
+        if in_graph:
+            return executables.sample(bucket, variant)
+        logits = _struct(mesh, (num_rows, model.vocab_size), jnp.float32)
+        words = _struct(mesh, (NUM_SAMPLE_WORDS, num_rows), jnp.int32)
+        state = _state(mesh, bucket, 4096)
+        step = jax.jit(partial(sample_step, variant=variant), donate_argnums=1)
+        return step.lower(logits, state, words).compile()
+
+    program = _compile(mesh, compile_it, None, dump_folder)
+    return replace(program, launches=_launches(step_folder, before))
+
+
+def _executables(
+    mesh: Mesh, model: ModelConfig, bucket: Bucket, max_model_len: int
+) -> tuple[Executables, KVPool]:
     weights = _weights(WeightStructure(model, model.dtype, "flat", mesh))
     pool = _pool(
         mesh,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
-        block_size=block_size,
+        block_size=_BLOCK_SIZE,
         head_dim=model.head_dim,
-        dtype=dtype,
+        dtype=jnp.dtype(model.dtype),
     )
+    state = _state(mesh, bucket, max_model_len)
+    return Executables(weights, pool, state, _BLOCK_SIZE, "hopper"), pool
+
+
+def _state(mesh: Mesh, bucket: Bucket, max_model_len: int) -> BatchState:
     num_rows = bucket.num_rows + 1
-    tables = _struct(mesh, (num_rows, max_model_len // block_size), jnp.int32)
-    state = BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
-    executables = Executables(weights, pool, state, block_size, "hopper")
-    before = set(step_folder.glob(_LAUNCH_FILES))
-    program = _compile(mesh, lambda: executables.forward(bucket), pool, dump_folder)
-    return replace(program, launches=_launches(step_folder, before))
+    tables = _struct(mesh, (num_rows, max_model_len // _BLOCK_SIZE), jnp.int32)
+    return BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
 
 
 def _compile(
-    mesh: Mesh, compile_it: Callable[[], jax.stages.Compiled], pool: KVPool, dump_folder: Path
+    mesh: Mesh, compile_it: Callable[[], jax.stages.Compiled], pool: Any, dump_folder: Path
 ) -> Program:
     """Compiles with Mosaic's dumps switched on: they have what the assembler said."""
     dump_folder.mkdir(parents=True)
@@ -211,7 +257,7 @@ def _compile(
         text = file.read_text()
         spills += [int(found) for found in re.findall(r"frame, (\d+) bytes spill stores", text)]
         registers += [int(found) for found in re.findall(r"Used (\d+) registers", text)]
-    return Program(compiled, seconds, pool.data, tuple(spills), tuple(registers))
+    return Program(compiled, seconds, pool, tuple(spills), tuple(registers))
 
 
 def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:

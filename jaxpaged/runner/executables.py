@@ -40,6 +40,13 @@ MAX_UPDATES = 1024
 MAX_SCORED = 64
 # From this many tokens on cuBLASLt's products beat Triton's on an H200 (docs/performance.md).
 MIN_CUBLAS_TOKENS = 64
+# A loop is part of its program's CUDA graph, so that the host does not drive it: the default list
+# and WHILE. Before JAX 0.12 graphs must also be allowed to be small, for a loop counts as one part.
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
+    "DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 
 
 class Executables:
@@ -74,8 +81,6 @@ class Executables:
         )
         self._adjustments = jax.tree.map(self._replicate, adjustments)
         self._platform = weights.structure.mesh.devices.flat[0].platform
-        # A pass over the logits is dear where they must come from a GPU's memory.
-        self._digit_bits = 1 if self._platform == "cpu" else 4
         self._block_size = block_size
         self._impl = impl
         self._compiled: dict[tuple[object, ...], Any] = {}
@@ -113,9 +118,10 @@ class Executables:
         logits, words, _ = self._outputs(bucket)
         return self._get(
             ("sample", bucket.num_rows, variant.value),
-            partial(sample_step, variant=variant, digit_bits=self._digit_bits),
+            partial(sample_step, variant=variant),
             (logits, self._state, words),
             donate=(1,),
+            options=self._sample_options(variant),
         )
 
     def adjust(self, bucket: Bucket) -> Any:
@@ -205,6 +211,12 @@ class Executables:
             options["xla_gpu_enable_triton_gemm"] = False
         return options
 
+    def _sample_options(self, variant: Variant) -> dict[str, Any]:
+        """XLA's options for a `sample`."""
+        if self._platform != "gpu" or variant is Variant.GREEDY:
+            return {}
+        return LOOPS_IN_GRAPHS
+
     def _forward_step(self, bucket: Bucket) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
         layout = StepLayout.of(bucket, self._block_size)
         return partial(forward_step, layout=layout, impl=self._impl), self._int32(layout.size)
@@ -262,7 +274,7 @@ class Executables:
         store = self._store if check is None else None  # why: a check needs the trace
         description, program = "", None
         if store is not None:
-            settings = (self._block_size, self._impl, self._digit_bits, donate, out, options)
+            settings = (self._block_size, self._impl, donate, out, options)
             description = f"{key} {settings} {describe(arguments)}"
             program = store.load(description, arguments)
         is_loaded = program is not None

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.inputs import FED_BACK, NUM_OPTIONS, SampleOptions, StepLayout
+from jaxpaged.runner.sampling import Variant
 from jaxpaged.step_plan import RowStart, StepPlan
 
 
@@ -19,18 +20,26 @@ class Packer:
         self._options = np.zeros((NUM_OPTIONS, max_num_seqs + 1), np.int32)
         # How many best tokens each row wants told; -1 = nothing.
         self._num_best = np.full(max_num_seqs + 1, -1, np.int32)
+        # Rows that are drawn at random with top_k and top_p.
+        self._has_both = np.zeros(max_num_seqs + 1, np.bool_)
         self._templates = {bucket: self._padding(bucket) for bucket in buckets}
 
     def start_rows(self, starts: list[RowStart]) -> None:
         """Takes over the options of sequences that were given a row."""
         for start in starts:
             self._options[:, start.row] = dataclasses.astuple(_sample_options(start))
-            num_best = start.params.logprobs
+            params = start.params
+            has_both = params.top_k > 0 and params.top_p < 1
+            self._has_both[start.row] = has_both and params.temperature > 0
+            num_best = params.logprobs
             self._num_best[start.row] = -1 if num_best is None else num_best
 
-    def is_greedy(self, plan: StepPlan) -> bool:
-        """Whether every token of the plan is drawn with temperature 0."""
-        return not self._options[_TEMPERATURE, plan.sample_rows].any()
+    def variant(self, plan: StepPlan) -> Variant:
+        """The least that draws every token of the plan."""
+        if not self._options[_TEMPERATURE, plan.sample_rows].any():
+            return Variant.GREEDY
+        has_both = self._has_both[plan.sample_rows].any()
+        return Variant.RANDOM_BOTH if has_both else Variant.RANDOM
 
     def is_adjusted(self, plan: StepPlan) -> bool:
         """Whether the logits of any token of the plan change before it is drawn."""

@@ -125,8 +125,7 @@ class Sampler:
             )
             rows = executables.process(processor, bucket, self._num_rows)(rows, states)
             adjusted = executables.put_rows(bucket, self._num_rows)(adjusted, rows, idxs)
-        variant = Variant.GREEDY if self._packer.is_greedy(plan) else Variant.RANDOM
-        return executables.sample(bucket, variant)(adjusted, state, words)
+        return executables.sample(bucket, self._packer.variant(plan))(adjusted, state, words)
 
     def score_chunks(
         self, plan: StepPlan, bucket: Bucket, weights: Any, hidden: jax.Array

@@ -105,7 +105,6 @@ def sample_step(
     words: Int32[Array, "words num_rows"],
     *,
     variant: Variant,
-    digit_bits: int,
 ) -> tuple[Int32[Array, "2 num_rows"], BatchState]:
     """Draws tokens and keeps each in its row's slot, from where the next step takes it.
 
@@ -113,7 +112,7 @@ def sample_step(
       The token ids, and below them 1 where the row's logits were fit to draw from.
     """
     inputs = read_sample_words(words)
-    token_ids, is_finite = sample_tokens(logits, inputs, variant, digit_bits)
+    token_ids, is_finite = sample_tokens(logits, inputs, variant)
     slots = state.token_ids.at[inputs.rows].set(token_ids, mode="promise_in_bounds")
     return jnp.stack([token_ids, is_finite.astype(jnp.int32)]), replace(state, token_ids=slots)
 

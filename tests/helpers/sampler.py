@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.runner.inputs import SampleInputs, SampleOptions, sample_words
-from jaxpaged.runner.sampling import Variant, kept_tokens, sample_tokens
+from jaxpaged.runner.rejection import find_limits, look_before, pad_vocab
+from jaxpaged.runner.sampling import Variant, gaps_of, sample_tokens
 
 # What changes nothing, and its type on the device.
 _DEFAULTS: dict[str, tuple[Any, type]] = {
@@ -71,11 +72,20 @@ def _int32(values: Any) -> Any:
 
 
 draw = jax.jit(sample_tokens, static_argnames="variant")
-draw_random = partial(draw, variant=Variant.RANDOM)
+draw_random = partial(draw, variant=Variant.RANDOM_BOTH)
 
 
-@partial(jax.jit, static_argnames="digit_bits")
-def kept_mask(logits: jax.Array, inputs: SampleInputs, digit_bits: int = 1) -> jax.Array:
-    """The tokens that may be drawn."""
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / inputs.temperature[:, None]
-    return kept_tokens(scaled, inputs, digit_bits)
+@partial(jax.jit, static_argnames="has_both")
+def kept_mask(logits: jax.Array, inputs: SampleInputs, has_both: bool = True) -> jax.Array:
+    """The tokens that may be drawn: each is looked at as if it had just been."""
+    gaps = pad_vocab(gaps_of(logits, logits.max(axis=-1, keepdims=True), inputs))
+    limits, _ = find_limits(gaps, -gaps, inputs.top_k, inputs.top_p, has_both=has_both)
+
+    def is_kept(token_id: jax.Array) -> jax.Array:
+        bounds = jax.lax.bitcast_convert_type(gaps[:, token_id], jnp.int32)
+        token_ids = jnp.full(len(gaps), token_id, jnp.int32)
+        before = look_before(gaps, -gaps, bounds, token_ids)
+        return limits.keep(before.weight, before.count)
+
+    kept = jax.lax.map(is_kept, jnp.arange(logits.shape[1])).T
+    return kept & ((inputs.min_p[:, None] == 0) | (gaps[:, : logits.shape[1]] < jnp.inf))

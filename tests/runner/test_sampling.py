@@ -205,7 +205,7 @@ def test_rows_that_cannot_be_drawn_from_are_told(variant):
     assert is_finite.tolist() == [False, False, False, True, True]
 
 
-def test_greedy_rows_agree_in_both_variants():
+def test_greedy_rows_agree_in_all_variants():
     rows = jnp.asarray(random_rows())
     inputs = make_inputs(len(rows), temperature=0.0)
     expected = np.asarray(rows).argmax(axis=1)
