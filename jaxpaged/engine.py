@@ -6,6 +6,7 @@ In the overlapped loop, step t+1 is scheduled and dispatched before the tokens o
 collected, so that the device never waits for the host. Both loops give the same tokens.
 """
 
+import gc
 import logging
 import os
 import time
@@ -104,7 +105,11 @@ class Engine:
     ) -> "Engine":
         """Loads the model and compiles; see `runner.start.start_runner`."""
         runner = start_runner(config, checkpoint, cache_home)
-        return cls(runner.config, runner, vocabulary)
+        engine = cls(runner.config, runner, vocabulary)
+        # What is there now stays: else a full collection looks at all of it in the midst of a step.
+        gc.collect()
+        gc.freeze()
+        return engine
 
     # --- the main loop -------------------------------------------------------------------------
 
@@ -253,6 +258,7 @@ class Engine:
         """Frees the device's memory."""
         self._in_flight = None
         self.runner.close()
+        gc.unfreeze()
 
 
 def _mask_maker(vocabulary: "Vocabulary") -> "MaskMaker":

@@ -1,10 +1,5 @@
 """Every program a runner calls, compiled ahead of time and counted."""
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
-from jaxpaged.runner.executable_store import ExecutableStore, describe
 from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout
 from jaxpaged.runner.logprobs import score_step, top_logprobs
 from jaxpaged.runner.processors import (
@@ -25,13 +19,12 @@ from jaxpaged.runner.processors import (
     take_rows,
     vectorised,
 )
+from jaxpaged.runner.programs import Programs
 from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.step import BatchState, forward_step, sample_step, update_tables
 from jaxpaged.runner.weights import Weights
 from kernels_pallas.ops import copy_blocks
 from kernels_pallas.pool import KVPool
-
-logger = logging.getLogger(__name__)
 
 # Pairs that one call copies, and table entries that one call writes; more take several calls.
 COPY_SIZES = (1, 8, 64)
@@ -50,13 +43,12 @@ LOOPS_IN_GRAPHS = {
 
 
 class Executables:
-    """Programs by what they do and their size. A new one is made when asked for, and counted.
+    """Programs by what they do and their size. A new one is made when asked for.
 
     Each knows its arguments' shapes from the arrays given here; pool and state are donated.
 
     Attributes:
-      num_compiles: programs made, be they compiled or loaded from a store.
-      num_loads: those of them that were loaded.
+      programs: those there are, counted.
     """
 
     def __init__(
@@ -67,11 +59,6 @@ class Executables:
         block_size: int,
         impl: str | None,
     ):
-        self.num_compiles = 0
-        self.num_loads = 0
-        self._lock = threading.Lock()  # warm-up compiles in threads
-        self._lowering = threading.Lock()
-        self._store: ExecutableStore | None = None
         self._weights, self._pool, self._state = jax.tree.map(_shape_of, (weights, pool, state))
         self._pool_sharding = pool.data.sharding
         self._replicated = NamedSharding(weights.structure.mesh, PartitionSpec())
@@ -83,30 +70,29 @@ class Executables:
         self._platform = weights.structure.mesh.devices.flat[0].platform
         self._block_size = block_size
         self._impl = impl
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self.programs = Programs((block_size, impl), self._replicated)
         self._output_shapes: dict[Bucket, tuple[Any, Any, Any]] = {}
 
-    @contextmanager
-    def kept_in(self, store: ExecutableStore | None) -> Iterator[None]:
-        """Takes programs from `store` meanwhile, and puts there what it lacks."""
-        if store is None:
-            yield
-            return
-        with store.opened():
-            self._store = store
-            try:
-                yield
-            finally:
-                self._store = None
+    def place(self, bucket: Bucket) -> Any:
+        """(packed, an earlier step's) -> packed, in the memory of the earlier one."""
+        key = ("place", bucket.num_tokens, bucket.num_rows)
+        if key in self.programs:  # why: every step comes here, and below shapes are made
+            return self.programs[key]
+        packed = self.packed(bucket)
+        return self.programs.get(key, _place, (packed, packed), donate=(1,))
 
     def forward(self, bucket: Bucket) -> Any:
         """(weights, pool, state, packed, results) -> (logits, pool, state, words, hidden)."""
-        step, packed = self._forward_step(bucket)
+        key = ("forward", bucket.num_tokens, bucket.num_rows)
+        if key in self.programs:
+            return self.programs[key]
+        layout = StepLayout.of(bucket, self._block_size)
+        step = partial(forward_step, layout=layout, impl=self._impl)
         whole = self._replicated
-        return self._get(
-            ("forward", bucket.num_tokens, bucket.num_rows),
+        return self.programs.get(
+            key,
             step,
-            (self._weights, self._pool, self._state, packed, self.results(bucket)),
+            (self._weights, self._pool, self._state, self.packed(bucket), self.results(bucket)),
             donate=(1, 2, 4),
             keep_unused=True,
             out=(whole, self._pool_sharding, whole, whole, whole),
@@ -116,7 +102,7 @@ class Executables:
     def sample(self, bucket: Bucket, variant: Variant) -> Any:
         """(logits, state, sample words) -> (token ids and flags, state)."""
         logits, words, _ = self._outputs(bucket)
-        return self._get(
+        return self.programs.get(
             ("sample", bucket.num_rows, variant.value),
             partial(sample_step, variant=variant),
             (logits, self._state, words),
@@ -129,14 +115,14 @@ class Executables:
         logits, words, _ = self._outputs(bucket)
         masks = self._int32(bucket.num_rows, num_mask_words(logits.shape[1]))
         arguments = (logits, self._adjustments, words, masks)
-        return self._get(("adjust", bucket.num_rows), adjust_step, arguments, donate=(1,))
+        return self.programs.get(("adjust", bucket.num_rows), adjust_step, arguments, donate=(1,))
 
     def write_row(self) -> Any:
         """(adjustments, row, tokens, bias) -> adjustments."""
         row, tokens = self._int32(), self._int32(self._adjustments.tokens.shape[1])
         bias = jax.ShapeDtypeStruct(tokens.shape, np.float32)
         arguments = (self._adjustments, row, tokens, bias)
-        return self._get(("write_row",), write_row, arguments, donate=(0,))
+        return self.programs.get(("write_row",), write_row, arguments, donate=(0,))
 
     def logprobs(self, bucket: Bucket) -> Any:
         """(logits, token ids and flags) -> packed[num_rows, packed]."""
@@ -146,33 +132,33 @@ class Executables:
 
         logits, _, _ = self._outputs(bucket)
         drawn = self._replicate(self._int32(2, bucket.num_rows))
-        return self._get(("logprobs", bucket.num_rows), of_drawn, (logits, drawn))
+        return self.programs.get(("logprobs", bucket.num_rows), of_drawn, (logits, drawn))
 
     def take_hidden(self, bucket: Bucket) -> Any:
         """(hidden, idxs[MAX_SCORED]) -> hidden[MAX_SCORED, hidden_size]."""
         _, _, hidden = self._outputs(bucket)
         arguments = (hidden, self._int32(MAX_SCORED))
-        return self._get(("take_hidden", bucket.num_tokens), _take, arguments)
+        return self.programs.get(("take_hidden", bucket.num_tokens), _take, arguments)
 
     def score(self, bucket: Bucket) -> Any:
         """(weights, hidden[MAX_SCORED, hidden_size], token ids) -> packed[MAX_SCORED, packed]."""
         _, _, hidden = self._outputs(bucket)
         hidden = self._replicate(jax.ShapeDtypeStruct((MAX_SCORED, hidden.shape[1]), hidden.dtype))
         arguments = (self._weights, hidden, self._int32(MAX_SCORED))
-        return self._get(("score",), score_step, arguments)
+        return self.programs.get(("score",), score_step, arguments)
 
     def take_rows(self, bucket: Bucket, num_rows: int) -> Any:
         """(logits, adjustments, sample words, idxs) -> (logits, states) of `num_rows` rows."""
         logits, words, _ = self._outputs(bucket)
         arguments = (logits, self._adjustments, words, self._int32(num_rows))
-        return self._get(("take_rows", bucket.num_rows), take_rows, arguments)
+        return self.programs.get(("take_rows", bucket.num_rows), take_rows, arguments)
 
     def put_rows(self, bucket: Bucket, num_rows: int) -> Any:
         """(logits, processed rows, idxs) -> logits."""
         logits, _, _ = self._outputs(bucket)
         rows = self._replicate(jax.ShapeDtypeStruct((num_rows, logits.shape[1]), logits.dtype))
         arguments = (logits, rows, self._int32(num_rows))
-        return self._get(("put_rows", bucket.num_rows), put_rows, arguments)
+        return self.programs.get(("put_rows", bucket.num_rows), put_rows, arguments)
 
     def process(self, processor: LogitsProcessor, bucket: Bucket, num_rows: int) -> Any:
         """(logits, states) of rows -> their logits; one program a function, whatever the bucket.
@@ -181,25 +167,25 @@ class Executables:
           InvalidFieldError: the function fails, or does not give logits.
         """
         key = ("process", processor)
-        if key in self._compiled:  # why: what follows is traced, too slow for every step
-            return self._compiled[key]
+        if key in self.programs:  # why: what follows is traced, too slow for every step
+            return self.programs[key]
         logits, words, _ = self._outputs(bucket)
         arguments = (logits, self._adjustments, words, self._int32(num_rows))
         rows = jax.tree.map(self._replicate, jax.eval_shape(take_rows, *arguments))
-        return self._get(key, vectorised(processor), rows, check=check_pure)
+        return self.programs.get(key, vectorised(processor), rows, check=check_pure)
 
     def copy_blocks(self, num_pairs: int) -> Any:
         """(pool, sources, destinations) -> pool."""
         pairs = self._int32(num_pairs)
         arguments = (self._pool, pairs, pairs)
-        return self._get(
+        return self.programs.get(
             ("copy_blocks", num_pairs), copy_blocks, arguments, donate=(0,), out=self._pool_sharding
         )
 
     def update_tables(self) -> Any:
         """(state, updates[MAX_UPDATES, 3]) -> state."""
         arguments = (self._state, self._int32(MAX_UPDATES, 3))
-        return self._get(("update_tables",), update_tables, arguments, donate=(0,))
+        return self.programs.get(("update_tables",), update_tables, arguments, donate=(0,))
 
     def _forward_options(self, bucket: Bucket) -> dict[str, Any]:
         """XLA's options for a `forward`."""
@@ -217,9 +203,10 @@ class Executables:
             return {}
         return LOOPS_IN_GRAPHS
 
-    def _forward_step(self, bucket: Bucket) -> tuple[Callable[..., Any], jax.ShapeDtypeStruct]:
-        layout = StepLayout.of(bucket, self._block_size)
-        return partial(forward_step, layout=layout, impl=self._impl), self._int32(layout.size)
+    def packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        """Shape of what the host sends."""
+        size = StepLayout.of(bucket, self._block_size).size
+        return self._replicate(self._int32(size))
 
     def results(self, bucket: Bucket) -> tuple[Any, ...]:
         """Shapes of the arrays that a `forward` writes its results into."""
@@ -248,62 +235,9 @@ class Executables:
     def _replicate(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._replicated)
 
-    def _get(
-        self,
-        key: tuple[object, ...],
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        donate: tuple[int, ...] = (),
-        keep_unused: bool = False,
-        out: Any = None,
-        options: dict[str, Any] | None = None,
-        check: Callable[[str], None] | None = None,
-    ) -> Any:
-        """Makes it at the first call; outputs are whole on each device unless `out` says more.
 
-        Args:
-          keep_unused: arguments that are only there to be donated.
-          options: XLA's.
-          check: looks at the traced program, and raises where it must not run.
-        """
-        if key in self._compiled:
-            return self._compiled[key]
-        start = time.monotonic()
-        out = self._replicated if out is None else out
-        store = self._store if check is None else None  # why: a check needs the trace
-        description, program = "", None
-        if store is not None:
-            settings = (self._block_size, self._impl, donate, out, options)
-            description = f"{key} {settings} {describe(arguments)}"
-            program = store.load(description, arguments)
-        is_loaded = program is not None
-        if program is None:
-            # why a new function: what JAX compiled before may not be fit for a store
-            jitted = jax.jit(
-                partial(function),
-                donate_argnums=donate,
-                keep_unused=keep_unused,
-                out_shardings=out,
-            )
-            # why locked: it is Python, so one thread at a time brings the first one to XLA soonest
-            with self._lowering:
-                traced = jitted.trace(*arguments)
-                if check is not None:
-                    check(str(traced.jaxpr))
-                lowered = traced.lower()
-            program = (
-                lowered.compile(options)
-                if store is None
-                else store.compile(description, lowered, options)
-            )
-        self._compiled[key] = program
-        with self._lock:
-            self.num_compiles += 1
-            self.num_loads += is_loaded
-        verb, seconds = "loaded" if is_loaded else "compiled", time.monotonic() - start
-        logger.info("%s %s in %.1f s", verb, " ".join(map(str, key)), seconds)
-        return program
+def _place(packed: jax.Array, earlier: jax.Array) -> jax.Array:
+    return earlier.at[:].set(packed)
 
 
 def _take(hidden: jax.Array, idxs: jax.Array) -> jax.Array:

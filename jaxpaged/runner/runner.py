@@ -34,6 +34,7 @@ from jaxpaged.runner.processors import LogitsProcessor
 from jaxpaged.runner.sampler import Sampler, new_adjustments
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState
+from jaxpaged.runner.step_memory import StepMemory
 from jaxpaged.runner.weights import Weights, load_weights
 from jaxpaged.step_plan import StepPlan, StepResult
 from kernels_pallas.ops import pool_layout
@@ -86,18 +87,18 @@ class Runner:
             weights, self.pool, self._state, config.block_size, config.attention_impl
         )
         self._sampler = Sampler(self._executables, self._packer, adjustments, config.max_num_seqs)
-        self._results = self._new_results()  # by shape and dtype
+        self._memory = StepMemory(self._executables, self._buckets, self._replicated)
         self._num_warm_compiles = 0
         self._prepare_lock = threading.Lock()  # one compile a function, and each counted once
 
     @property
     def num_programs(self) -> tuple[int, int]:
         """Programs made so far, and how many of them were found in a store."""
-        return self._executables.num_compiles, self._executables.num_loads
+        return self._executables.programs.num_compiles, self._executables.programs.num_loads
 
     @property
     def num_compiles_after_warmup(self) -> int:
-        return self._executables.num_compiles - self._num_warm_compiles
+        return self._executables.programs.num_compiles - self._num_warm_compiles
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -113,11 +114,12 @@ class Runner:
         executables = self._executables
         jobs: list[Callable[[], Any]] = [executables.update_tables]
         jobs += [partial(executables.copy_blocks, size) for size in COPY_SIZES]
+        jobs += [partial(executables.place, bucket) for bucket in self._buckets]
         jobs += self._sampler.programs(self._buckets)
         # The slowest first: they end last otherwise.
         jobs += [partial(executables.forward, bucket) for bucket in self._buckets]
         with (
-            executables.kept_in(store),
+            executables.programs.kept_in(store),
             tqdm(total=len(jobs), desc="compiling", delay=1.0, disable=None, leave=False) as bar,
             ThreadPoolExecutor(os.cpu_count(), "jaxpaged-compile") as pool,
         ):
@@ -125,7 +127,7 @@ class Runner:
                 job.result()
                 bar.update()
         self.collect(self.dispatch(_empty_plan(self.config.max_num_seqs)))
-        self._num_warm_compiles = executables.num_compiles
+        self._num_warm_compiles = executables.programs.num_compiles
 
     def prepare(self, processor: LogitsProcessor) -> None:
         """Compiles a user's function, so that no step has to; in any thread.
@@ -134,11 +136,11 @@ class Runner:
           InvalidFieldError: it fails, or does not give logits.
         """
         with self._prepare_lock:
-            before = self._executables.num_compiles
+            before = self._executables.programs.num_compiles
             try:
                 self._sampler.prepare(processor, self._buckets)
             finally:
-                self._num_warm_compiles += self._executables.num_compiles - before
+                self._num_warm_compiles += self._executables.programs.num_compiles - before
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         """Enqueues a step: block copies, forward, and the draw unless it waits for masks."""
@@ -149,11 +151,10 @@ class Runner:
         updates = self._write_surplus_updates(plan.table_updates, bucket)
         packed = self._packer.pack(plan, bucket, updates)
         forward = self._executables.forward(bucket)
-        keys = [_shape_key(shape) for shape in self._executables.results(bucket)]
         logits, self.pool, self._state, words, hidden = forward(
-            self.weights, self.pool, self._state, packed, tuple(map(self._results.pop, keys))
+            self.weights, self.pool, self._state, *self._memory.take(bucket, packed)
         )
-        self._results.update(zip(keys, (logits, words, hidden), strict=False))
+        self._memory.give_back(bucket, (logits, words, hidden))
         prompt_logprobs = self._sampler.score_chunks(plan, bucket, self.weights, hidden)
         handle = StepHandle(plan, bucket, logits, words, prompt_logprobs)
         if not plan.has_masks:
@@ -197,11 +198,11 @@ class Runner:
     def reset(self) -> None:
         """Makes an empty pool after a failed step, which may have consumed the old one."""
         # The device may not hold two.
-        _free((self.pool, self._state, self._sampler.adjustments, self._results))
+        _free((self.pool, self._state, self._sampler.adjustments, self._memory.arrays))
         self.pool = self._new_pool()
         self._state = self._new_state()
         self._sampler.adjustments = new_adjustments(self.config, self._replicated)
-        self._results = self._new_results()
+        self._memory = StepMemory(self._executables, self._buckets, self._replicated)
 
     def load_weights(self, checkpoint: Checkpoint) -> Weights:
         """Weights that can take the place of the present ones without a compile.
@@ -233,7 +234,9 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""
-        _free((self.weights, self.pool, self._state, self._sampler.adjustments, self._results))
+        _free(
+            (self.weights, self.pool, self._state, self._sampler.adjustments, self._memory.arrays)
+        )
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for pairs in batched(copies, COPY_SIZES[-1]):
@@ -276,25 +279,9 @@ class Runner:
             block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=whole),
         )
 
-    def _new_results(self) -> dict[tuple[Any, ...], jax.Array]:
-        """What the first step of each size takes for the results of an earlier one."""
-        shapes = {
-            _shape_key(shape): shape
-            for bucket in self._buckets
-            for shape in self._executables.results(bucket)
-        }
-        return {
-            key: jnp.zeros(shape.shape, shape.dtype, device=self._replicated)
-            for key, shape in shapes.items()
-        }
-
     @property
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.weights.structure.mesh, PartitionSpec())
-
-
-def _shape_key(shape: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
-    return (*shape.shape, str(shape.dtype))
 
 
 def _free(arrays: Any) -> None:

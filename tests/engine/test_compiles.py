@@ -71,12 +71,12 @@ def engine_requests(engine: Engine, requests: list[RandomRequest]) -> list[Engin
 
 def test_both_counts_see_a_compile(tiny_runner):
     executables = tiny_runner("tiny_qwen3")._executables
-    before = executables.num_compiles
+    before = executables.programs.num_compiles
     with counted_compiles() as compiles:
         executables.copy_blocks(3)
-        assert executables.num_compiles == before + 1 and len(compiles) >= 1
+        assert executables.programs.num_compiles == before + 1 and len(compiles) >= 1
         executables.copy_blocks(3)
-        assert executables.num_compiles == before + 1
+        assert executables.programs.num_compiles == before + 1
     with counted_compiles() as compiles:
         jax.jit(lambda x: x * 3 + jnp.float32(before))(jnp.zeros(7)).block_until_ready()
     assert compiles, "a compile outside of the runner shows in JAX's count alone"

@@ -51,12 +51,12 @@ def test_each_function_is_traced_and_compiled_once(tiny_runner):
             await asyncio.gather(*calls)
         return (await llm.stats()).compiles_after_warmup
 
-    before = runner._executables.num_compiles
+    before = runner._executables.programs.num_compiles
     assert with_model_front(runner, body) == 0
     assert num_traces == [1, 1]
-    kinds = [key[0] for key in runner._executables._compiled if key[-1] in functions]
+    kinds = [key[0] for key in runner._executables.programs._compiled if key[-1] in functions]
     assert kinds == ["process"] * 2
-    assert runner._executables.num_compiles - before >= 2
+    assert runner._executables.programs.num_compiles - before >= 2
 
 
 # --- failing alone -----------------------------------------------------------------------------
