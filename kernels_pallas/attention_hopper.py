@@ -142,10 +142,7 @@ def attend(
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     is_decode_step = num_tokens == num_rows
     num_decode_rows = jnp.int32(num_rows) if is_decode_step else metadata.num_decode_rows
-    # why: XLA hands a kernel a slice of a larger argument in place, and a kernel refuses what does
-    # not begin at a multiple of 256 bytes. What an operation made is an array of its own.
-    kv_lens = jnp.maximum(metadata.kv_lens, 0)
-    shared = pool, pool.first_row(layer), metadata.block_tables, kv_lens
+    shared = pool, pool.first_row(layer), metadata.block_tables, own_lens(metadata.kv_lens)
     decode_plan = make_decode_plan(
         metadata,
         num_decode_rows,
@@ -176,3 +173,12 @@ def attend(
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
     first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
     return jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+
+
+def own_lens(lens: Int32[Array, " num_rows"]) -> Int32[Array, " num_rows"]:
+    """The same, as the result of an operation.
+
+    XLA hands a kernel a slice of a larger argument in place, and a kernel refuses what does not
+    begin at a multiple of 256 bytes.
+    """
+    return jnp.maximum(lens, 0)

@@ -46,6 +46,7 @@ class Program:
       spill_bytes: stores of spilled registers, of each of our kernels that was assembled.
       registers: the same, registers a thread.
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
+      num_slices: kernels of a step that are handed slices of arguments in place.
     """
 
     compiled: jax.stages.Compiled
@@ -54,6 +55,7 @@ class Program:
     spill_bytes: tuple[int, ...]
     registers: tuple[int, ...]
     launches: tuple[str, ...] | None = None
+    num_slices: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -87,10 +89,12 @@ def dump_steps(folder: Path) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
-def _launches(folder: Path, before: set[Path]) -> tuple[str, ...]:
-    """Top-level entries of the new launch sequence in `folder`; what is in a graph is indented."""
+def _with_launches(program: Program, folder: Path, before: set[Path]) -> Program:
+    """Reads the new launch sequence in `folder`; what is in a graph is indented."""
     (file,) = set(folder.glob(_LAUNCH_FILES)) - before
-    return tuple(re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE))
+    text = file.read_text()
+    launches = tuple(re.findall(r"^\d+: (\w+)", text, re.MULTILINE))
+    return replace(program, launches=launches, num_slices=text.count("kDynamicSliceFusion"))
 
 
 def h200_mesh() -> Mesh:
@@ -183,7 +187,7 @@ def compile_step(
     executables, pool = _executables(mesh, model, bucket, max_model_len)
     before = set(step_folder.glob(_LAUNCH_FILES))
     program = _compile(mesh, lambda: executables.forward(bucket), pool.data, dump_folder)
-    return replace(program, launches=_launches(step_folder, before))
+    return _with_launches(program, step_folder, before)
 
 
 def compile_sample(
@@ -216,7 +220,7 @@ def compile_sample(
         return step.lower(logits, state, words).compile()
 
     program = _compile(mesh, compile_it, None, dump_folder)
-    return replace(program, launches=_launches(step_folder, before))
+    return _with_launches(program, step_folder, before)
 
 
 def _executables(
