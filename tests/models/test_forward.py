@@ -1,5 +1,8 @@
 """Models through `forward` against the NumPy oracle, and the promises about rows."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from helpers.tiny_models import (
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import CausalLM, DecoderLayer
+from jaxpaged.runner.forward import forward
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import load_weights
 
@@ -129,3 +133,26 @@ def test_only_the_positions_asked_for():
     whole = prompt_logits(weights, PROMPT, tensor_mesh(1))
     np.testing.assert_allclose(logits[0], whole[-1], atol=1e-5)
     assert np.abs(whole[-1] - whole[-2]).max() > 0.1
+
+
+@pytest.mark.parametrize("num_tokens", [4, 16], ids=["decode", "prefill"])
+def test_float32_products_are_full_ones(num_tokens):
+    """Accelerators round by default, to TensorFloat-32 or bfloat16."""
+    assert products(num_tokens, "float32")["DEFAULT"] == 0
+    # qkv, o, gate and up, down, head. Those of attention are in float32 always.
+    assert products(num_tokens, "bfloat16")["DEFAULT"] == 5
+
+
+def products(num_tokens: int, dtype: str) -> dict[str, int]:
+    """Products of a step by the precision that they ask for."""
+    config = tiny_config(num_hidden_layers=1)
+    weights = load_weights(
+        config, random_checkpoint(config), dtype=dtype, mesh=tensor_mesh(1), layout="flat"
+    )
+    inputs = pack([Row([5], [1])], num_tokens=num_tokens, num_rows=4)
+    pool = make_pool(config, tensor_mesh(1), dtype=dtype)
+    arguments = (inputs.token_ids, inputs.positions, pool, inputs.metadata, inputs.logit_positions)
+    text = jax.jit(forward).lower(weights, *arguments).as_text()
+    asked = re.findall(r"dot_general .*precision = \[(\w+), \1\]", text)
+    assert len(asked) == text.count("dot_general ")
+    return {name: asked.count(name) for name in ("DEFAULT", "HIGHEST")}
