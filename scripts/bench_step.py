@@ -22,19 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from model_shapes import QWEN3_4B
+from model_shapes import QWEN3_4B, SMALL_QWEN3
 
 from jaxpaged import LLM, SamplingParams
-
-SMALL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "vocab_size": 4096,
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ def main() -> None:
     engine_options.setdefault("max_num_seqs", max(case.num_rows for case in cases))
     figures: dict[str, Any] = {"device": jax.devices()[0].device_kind}
     with tempfile.TemporaryDirectory() as folder:
-        config = QWEN3_4B if on_gpu else QWEN3_4B | SMALL
+        config = QWEN3_4B if on_gpu else SMALL_QWEN3
         (Path(folder) / "config.json").write_text(json.dumps(config))
         start = time.monotonic()
         with LLM(folder, load_format="random", **engine_options) as llm:

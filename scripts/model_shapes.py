@@ -16,3 +16,14 @@ QWEN3_4B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+
+# The same family, small enough for a CPU: scripts run it where there is no GPU.
+SMALL_QWEN3: dict[str, Any] = QWEN3_4B | {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 4096,
+}

@@ -6,8 +6,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tqdm import tqdm
+from traces import Trace
 
 from jaxpaged.client import AsyncClient
 from jaxpaged.outputs import Accepted, Delta
@@ -32,6 +34,24 @@ class Seen:
 Send = Callable[[str, list[int], int], Awaitable[Seen]]
 
 
+class Work(Protocol):
+    """What to send."""
+
+    def requests(self) -> Iterator[tuple[list[int], int]]:
+        """(prompt, max_tokens) of each request."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedWork:
+    """Requests that are there already."""
+
+    trace: Trace
+
+    def requests(self) -> Iterator[tuple[list[int], int]]:
+        return iter(self.trace)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts of one kind; every one differs from every other."""
@@ -42,7 +62,10 @@ class Workload:
     vocab_size: int
     seed: int = 0
 
-    def prompts(self) -> Iterator[list[int]]:
+    def requests(self) -> Iterator[tuple[list[int], int]]:
+        return ((prompt, self.max_tokens) for prompt in self._prompts())
+
+    def _prompts(self) -> Iterator[list[int]]:
         """Without an end. "chat": turns that each repeat the ones before, as a chat does."""
         rng = random.Random(self.seed)
 
@@ -96,31 +119,31 @@ async def watch(events) -> Seen:
     return seen
 
 
-async def run_closed(send: Send, work: Workload, num_requests: int, concurrency: int) -> "Run":
+async def run_closed(send: Send, work: Work, num_requests: int, concurrency: int) -> "Run":
     """`concurrency` clients, each sending its next request when the last one has ended."""
-    prompts, todo = work.prompts(), iter(range(num_requests))
+    requests, todo = work.requests(), iter(range(num_requests))
     seen: list[Seen] = []
     start = time.perf_counter()
     with tqdm(total=num_requests, desc="requests", disable=None) as bar:
 
         async def client() -> None:
             for _ in todo:
-                seen.append(await send(uuid.uuid4().hex, next(prompts), work.max_tokens))
+                seen.append(await send(uuid.uuid4().hex, *next(requests)))
                 bar.update()
 
         await asyncio.gather(*(client() for _ in range(concurrency)))
     return Run(seen, time.perf_counter() - start)
 
 
-async def run_poisson(send: Send, work: Workload, num_requests: int, rate: float) -> "Run":
+async def run_poisson(send: Send, work: Work, num_requests: int, rate: float) -> "Run":
     """Requests at random times, `rate` a second on average, whatever the server does."""
-    prompts, rng = work.prompts(), random.Random(work.seed + 1)
+    requests, rng = work.requests(), random.Random(1)
     start = time.perf_counter()
     with tqdm(total=num_requests, desc="requests", disable=None) as bar:
 
         async def one(at_s: float) -> Seen:
             await asyncio.sleep(start + at_s - time.perf_counter())
-            seen = await send(uuid.uuid4().hex, next(prompts), work.max_tokens)
+            seen = await send(uuid.uuid4().hex, *next(requests))
             bar.update()
             return seen
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from bench_processes import model_folder
 from serve_load import Seen, Workload, run_closed, watch
 
 from jaxpaged.sampling_params import SamplingParams
@@ -42,32 +42,30 @@ class RunningServer:
     process_id: int
 
 
-@contextmanager
-def tiny_model() -> Generator[str]:
-    """A folder with the config of a tiny model and a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(_TINY_CONFIG))
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.save(str(Path(folder) / "tokenizer.json"))
-        yield folder
+def tiny_model() -> AbstractContextManager[str]:
+    """A folder with the config of a tiny model and a tokenizer."""
+    return model_folder(_TINY_CONFIG, has_tokenizer=True)
 
 
 @contextmanager
-def running_server(*, max_num_seqs: int, **options: Any) -> Generator[RunningServer]:
-    """`jaxpaged serve` with the tiny model on free ports; stopped by SIGTERM."""
+def running_server(
+    model: str | None = None, *, max_num_seqs: int, **options: Any
+) -> Generator[RunningServer]:
+    """`jaxpaged serve` on free ports; stopped by SIGTERM.
+
+    Args:
+      model: a folder, for random weights; None: the tiny model, with small steps and on the CPU.
+    """
     flags = {"port": 0, "admin_port": 0, "stop_grace_s": 1, "stall_timeout_s": 10}
-    flags |= _ENGINE | {"max_num_seqs": max_num_seqs} | options
+    flags |= {"load_format": "random"} if model else _ENGINE
+    flags |= {"max_num_seqs": max_num_seqs} | options
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     main = "import sys; from jaxpaged.cli import main; sys.exit(main())"
-    with tiny_model() as folder, tempfile.TemporaryFile("w+") as log:
+    served = nullcontext(model) if model else tiny_model()
+    with served as folder, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", main, "serve", folder, *arguments],
-            env=_environment(),
+            env=None if model else _environment(),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

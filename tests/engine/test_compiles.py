@@ -1,13 +1,12 @@
 """After warm-up nothing compiles, and the counter that says so is honest (B80)."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import pytest
 from helpers.byte_tokenizer import ByteTokenizer
+from helpers.compiles import counted_compiles
 from helpers.engines import fresh_engine, run_to_end
 from helpers.random_requests import EOS_TOKEN_IDS, PROCESSORS, RandomRequest, random_requests
 from helpers.requests import make_request
@@ -22,23 +21,6 @@ from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.step_plan import PromptChunk, StepPlan
 
 VOCABULARY = Vocabulary.of(ByteTokenizer(), ByteTokenizer().vocab_size)
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-@contextmanager
-def counted_compiles() -> Iterator[list[str]]:
-    """Every compile of this process, counted by JAX itself; one found on disk counts too."""
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == COMPILE_EVENT:
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_random_requests_compile_nothing(tiny_runner):

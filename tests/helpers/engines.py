@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged import checkpoint
 from jaxpaged.checkpoint.locate import home_folder
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine import Engine, StepRunner
-from jaxpaged.grammar import Vocabulary
 from jaxpaged.outputs import RequestStarted, StepOutputs
 from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.start import start_runner
+
+if TYPE_CHECKING:
+    from jaxpaged.grammar import Vocabulary
 
 
 def load_runner(model: str, **options: Any) -> Runner:
@@ -24,7 +26,7 @@ def fresh_engine(
     runner: Runner,
     *,
     wrapped: StepRunner | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: "Vocabulary | None" = None,
     **changes: Any,
 ) -> Engine:
     """An engine with an empty pool. A smaller pool or budget than the runner's needs no compile.
@@ -45,6 +47,7 @@ class Answers:
     """What an engine told, by request id, or by (request id, index)."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)
     reasons: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     started: dict[str, RequestStarted] = field(default_factory=dict)
     errors: dict[str, str | None] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Answers:
             key = (output.request_id, output.index)
             assert key not in self.reasons, f"{key} told after its end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
+            self.logprobs[key] = self.logprobs.get(key, b"") + output.logprobs
             if output.finish_reason is not None:
                 self.reasons[key] = output.finish_reason
         for ended in outputs.ended:
