@@ -166,7 +166,7 @@ def random_requests() -> list[EngineRequest]:
     for i in range(20):
         prompt = prefix[: rng.integers(0, 71)] if i % 2 else []
         prompt = prompt + rng.integers(0, 256, rng.integers(1, 80)).tolist()
-        requests.append(make_request(str(i), prompt, max_tokens=32, ignore_eos=True, logprobs=2))
+        requests.append(make_request(str(i), prompt, max_tokens=20, ignore_eos=True, logprobs=2))
     return requests
 
 
