@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _OUR_PACKAGES = ("jaxpaged", "kernels_pallas")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# So begin the names of CUDA's packages: its assembler and libdevice are in our kernels, and XLA's
+# programs name algorithms of cuBLAS and cuDNN by number.
+_CUDA_PACKAGES = "nvidia"
 # Parts of the names of JAX's settings that change no program.
 _HARMLESS_SETTINGS = ("cache", "logging", "log_compiles")
 _JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -38,6 +41,8 @@ _MIN_COMPILE_TIME = "jax_persistent_cache_min_compile_time_secs"
 # About 30 times the programs of a 4B model on one GPU.
 _MAX_BYTES = 4 * 2**30
 _DIGEST_BYTES = hashlib.sha256().digest_size
+# why: stores change a setting of JAX's while they are open, and set it back
+_ONE_OPEN = threading.RLock()
 
 
 class ExecutableStore:
@@ -66,19 +71,23 @@ class ExecutableStore:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """For `compile`, in any thread: no program lands in JAX's own cache as well."""
-        # why: XLA may not be able to write a program again that was read from JAX's cache. On the
-        # CPU such a copy loads, and fails when it runs.
-        jax.monitoring.register_event_listener(self._note_hit)
-        seconds = getattr(jax.config, _MIN_COMPILE_TIME)
-        jax.config.update(_MIN_COMPILE_TIME, float("inf"))
-        try:
-            yield
-        finally:
-            jax.config.update(_MIN_COMPILE_TIME, seconds)
-            jax.monitoring.unregister_event_listener(self._note_hit)
-            with suppress(OSError):  # why: another process may prune too
-                prune(self._folder, _MAX_BYTES)
+        """For `compile`, in any thread: no program lands in JAX's own cache as well.
+
+        Another store, opened in another thread of this process, waits.
+        """
+        with _ONE_OPEN:
+            # why: XLA may not be able to write a program again that was read from JAX's cache. On
+            # the CPU such a copy loads, and fails when it runs.
+            jax.monitoring.register_event_listener(self._note_hit)
+            seconds = getattr(jax.config, _MIN_COMPILE_TIME)
+            jax.config.update(_MIN_COMPILE_TIME, float("inf"))
+            try:
+                yield
+            finally:
+                jax.config.update(_MIN_COMPILE_TIME, seconds)
+                jax.monitoring.unregister_event_listener(self._note_hit)
+                with suppress(OSError):  # why: another process may prune too
+                    prune(self._folder, _MAX_BYTES)
 
     def load(self, description: str, arguments: tuple[Any, ...]) -> jax.stages.Compiled | None:
         """The program of that description; None if there is none that loads.
@@ -157,6 +166,12 @@ def _environment(devices: Sequence[Any]) -> str:
             for plugin in entry_points(group="jax_plugins")
             if plugin.dist is not None
         ],
+        "cuda": sorted(
+            f"{package.name} {package.version}"
+            for package in distributions()
+            # why a default: what is left of a broken installation has no name
+            if (package.name or "").startswith(_CUDA_PACKAGES)
+        ),
         "platform": (client.platform, client.platform_version),
         "devices": [(device.id, device.device_kind) for device in devices],
         "flags": [os.environ.get(name) for name in _FLAGS],

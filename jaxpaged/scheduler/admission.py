@@ -49,12 +49,16 @@ def num_tokens_wanted(
 ) -> int:
     """Tokens that the waiting sequences would compute, were there no limit; counted up to `limit`.
 
-    An estimate: prompts that begin alike may wait for each other's blocks, and then want fewer.
+    An estimate: whoever waits for a block that others compute is left out, and they are taken to
+    compute all their tokens.
     """
     if not (roster.num_free_rows and roster.waiting):
         return 0
     kv, size = roster.kv, config.block_size
     num_owed = _num_blocks_owed(roster, size)
+    expected = PendingBlocks(size, ())
+    for sequence in roster.running:
+        expected.expect(sequence, sequence.chain, sequence.num_published_blocks)
     num_wanted, seen = 0, []
     while num_wanted < limit and len(seen) < roster.num_free_rows:
         sequence = roster.waiting.peek()
@@ -63,9 +67,13 @@ def num_tokens_wanted(
         seen.append(roster.waiting.pop())
         if sequence.awaits_selection or sequence.num_pending_tokens:
             continue
-        match = _fitting_match(roster, sequence, _match(roster, step, sequence), size, num_owed)
+        match = _match(roster, step, sequence)
+        if kv.reads_cache(sequence) and expected.continue_better(sequence, match):
+            continue
+        match = _fitting_match(roster, sequence, match, size, num_owed)
         if match is None:
             break
+        expected.expect(sequence, match.chain, len(match.blocks))
         num_wanted += len(sequence.token_ids) - _num_cached(match, size)
         num_owed += -(-len(sequence.token_ids) // size) - len(match.blocks)
         num_owed += kv.num_free_taken(match)

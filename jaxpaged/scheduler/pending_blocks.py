@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler.kv_manager import PrefixMatch, min_copied_tokens
-from jaxpaged.scheduler.prefix_cache import Tokens, common_prefix_len
+from jaxpaged.scheduler.prefix_cache import Identity, Tokens, common_prefix_len
 
 
 class PendingBlocks:
@@ -21,11 +21,26 @@ class PendingBlocks:
 
     def add(self, sequence: Sequence) -> None:
         """Notes what the sequence computes, once its chunk of this step is booked."""
-        start = sequence.num_published_blocks * self._block_size
+        num_tokens = min(sequence.num_scheduled_total, len(sequence.token_ids))
+        self._add(sequence, sequence.chain, sequence.num_published_blocks, num_tokens)
+
+    def expect(self, sequence: Sequence, chain: Identity | None, num_blocks: int) -> None:
+        """Notes what the sequence computes if this step takes all its tokens.
+
+        Args:
+          chain: identity of its content up to the end of its first `num_blocks` blocks, which are
+            published.
+        """
+        self._add(sequence, chain, num_blocks, len(sequence.token_ids))
+
+    def _add(
+        self, sequence: Sequence, chain: Identity | None, num_blocks: int, num_tokens: int
+    ) -> None:
+        start = num_blocks * self._block_size
         end = start + self._block_size
-        if end <= min(sequence.num_scheduled_total, len(sequence.token_ids)):
+        if end <= num_tokens:
             tokens = tuple(sequence.token_ids[start:end])
-            self._by_parent.setdefault(sequence.chain, []).append(tokens)
+            self._by_parent.setdefault(chain, []).append(tokens)
 
     def continue_better(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether one of them shares more tokens with a cache reader than its match does."""

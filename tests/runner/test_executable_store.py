@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpaged.runner import executable_store
 from jaxpaged.runner.executable_store import ExecutableStore, describe, prune, source_digest
 from jaxpaged.runner.step import BatchState
 from kernels_pallas.pool import KVPool
@@ -109,6 +111,18 @@ def test_settings_of_jax_count(tmp_path):
     assert load(new_store(tmp_path), "step") is not None
 
 
+def test_packages_of_cuda_count(tmp_path, monkeypatch):
+    def installed(version: str) -> list[SimpleNamespace]:
+        names = ("nvidia-cuda-nvcc", "pytest", None)  # without a name: half uninstalled
+        return [SimpleNamespace(name=name, version=version) for name in names]
+
+    monkeypatch.setattr(executable_store, "distributions", lambda: installed("1.0"))
+    keep(new_store(tmp_path), "step")
+    assert load(new_store(tmp_path), "step") is not None
+    monkeypatch.setattr(executable_store, "distributions", lambda: installed("1.1"))
+    assert load(new_store(tmp_path), "step") is None
+
+
 def test_source_counts(tmp_path):
     (tmp_path / "inner").mkdir()
     file = tmp_path / "inner" / "a.py"
@@ -195,6 +209,25 @@ def test_jax_writes_nothing_meanwhile(tmp_path):
     before = getattr(jax.config, name)
     with new_store(tmp_path).opened():
         assert getattr(jax.config, name) == float("inf")
+    assert getattr(jax.config, name) == before != float("inf")
+
+
+def test_engines_that_start_together_leave_the_setting_as_it_was(tmp_path):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    is_open, may_close = threading.Event(), threading.Event()
+
+    def open_another() -> None:
+        with new_store(tmp_path).opened():
+            is_open.set()
+            may_close.wait()
+
+    thread = threading.Thread(target=open_another)
+    with new_store(tmp_path).opened():
+        thread.start()
+        is_open.wait(0.2)  # in vain: it waits for this one
+    may_close.set()
+    thread.join()
     assert getattr(jax.config, name) == before != float("inf")
 
 

@@ -114,6 +114,19 @@ def test_what_is_cached_is_not_counted():
     assert driver.num_cached == {"a": 0, "b": 0, "first": 0, "c": 8, "d": 0}
 
 
+def test_who_waits_for_the_blocks_of_another_is_not_counted():
+    """Prompts that begin alike: the first computes what they share, in full steps."""
+    driver = driver_of(8, 16, max_num_seqs=6)
+    requests = [make_request(f"r{i}", [*prompt(10, 300), i], max_tokens=2) for i in range(3)]
+    driver.add(*requests)
+    assert q_lens(driver.step()) == [8]
+    assert q_lens(driver.step())[0] == 3
+    driver.run()
+    assert driver.num_cached == {"r0": 0, "r1": 8, "r2": 8}
+    for request in requests:
+        driver.assert_equal_to_solo(request)
+
+
 @pytest.mark.parametrize(
     ("options", "num_tokens"),
     [({"max_num_seqs": 2}, 4), ({"num_blocks": 8}, 20)],
