@@ -6,13 +6,13 @@ In the overlapped loop, step t+1 is scheduled and dispatched before the tokens o
 collected, so that the device never waits for the host. Both loops give the same tokens.
 """
 
-import gc
 import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from jaxpaged import frozen_heap
 from jaxpaged.checkpoint.locate import home_folder, locate
 from jaxpaged.checkpoint.protocol import Checkpoint
 from jaxpaged.config import EngineConfig, ResolvedConfig, SchedulerConfig
@@ -93,6 +93,7 @@ class Engine:
         self._num_cached_prompt_tokens = 0
         self._num_completion_tokens = 0
         self._step_s = 0.0
+        self._is_frozen = False
         self._checks_integrity = os.environ.get("JAXPAGED_DEBUG") == "1"
 
     @classmethod
@@ -106,9 +107,8 @@ class Engine:
         """Loads the model and compiles; see `runner.start.start_runner`."""
         runner = start_runner(config, checkpoint, cache_home)
         engine = cls(runner.config, runner, vocabulary)
-        # What is there now stays: else a full collection looks at all of it in the midst of a step.
-        gc.collect()
-        gc.freeze()
+        frozen_heap.freeze()
+        engine._is_frozen = True
         return engine
 
     # --- the main loop -------------------------------------------------------------------------
@@ -258,7 +258,9 @@ class Engine:
         """Frees the device's memory."""
         self._in_flight = None
         self.runner.close()
-        gc.unfreeze()
+        if self._is_frozen:
+            frozen_heap.unfreeze()
+            self._is_frozen = False
 
 
 def _mask_maker(vocabulary: "Vocabulary") -> "MaskMaker":

@@ -9,7 +9,7 @@ the loads of the next (row, head) are under way while this one ends.
 
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
-precision), with its maximum and sum, and `combine_hopper` merges them in float32.
+precision), with its maximum and sum, and a second kernel merges them in float32.
 """
 
 import functools

@@ -205,9 +205,11 @@ def _num_blocks_that_fit(config: EngineConfig, weights: Weights, max_num_tokens:
     )
     # A step's widest arrays: the MLP's and the head's, a few of each alive at once, in float32.
     step_bytes = 4 * 4 * (max_num_tokens * model.intermediate_size + 8 * model.vocab_size)
-    # What sampling options keep on each device, and a few copies of all rows while they draw.
+    # What each device keeps for sampling options (8), logits of steps of every size (which double,
+    # so 2 * 4), and a few copies of all rows while they draw.
     max_num_seqs, _ = _step_sizes(config)
-    sampling_bytes = (max_num_seqs + 1) * model.vocab_size * (8 + 4 * 4) * config.tensor_parallel
+    row_bytes = 8 + 2 * 4 + 3 * 4
+    sampling_bytes = (max_num_seqs + 1) * model.vocab_size * row_bytes * config.tensor_parallel
     limit = _memory_bytes() * config.tensor_parallel * config.memory_fraction
     other_bytes = weights.num_bytes + step_bytes + sampling_bytes
     num_blocks = int((limit - other_bytes) // block_bytes)

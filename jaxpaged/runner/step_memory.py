@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.executables import Executables
 
+_Key = tuple[Any, ...]  # shape and dtype
+
 
 class StepMemory:
     """Where packed vectors and results lie, the same place step after step.
@@ -26,31 +28,25 @@ class StepMemory:
         self, executables: Executables, buckets: Iterable[Bucket], sharding: NamedSharding
     ):
         self._executables = executables
-        shapes = {
-            _key(shape): shape
-            for bucket in buckets
-            for shape in (executables.packed(bucket), *executables.results(bucket))
-        }
-        self.arrays: dict[tuple[Any, ...], jax.Array] = {
-            key: jnp.zeros(shape.shape, shape.dtype, device=sharding)
-            for key, shape in shapes.items()
-        }
+        self._keys: dict[Bucket, tuple[_Key, tuple[_Key, ...]]] = {}
+        self.arrays: dict[_Key, jax.Array] = {}
+        for bucket in buckets:
+            packed, results = executables.packed(bucket), executables.results(bucket)
+            self._keys[bucket] = _key(packed), tuple(map(_key, results))
+            for shape in (packed, *results):
+                self.arrays[_key(shape)] = jnp.zeros(shape.shape, shape.dtype, device=sharding)
 
     def take(self, bucket: Bucket, packed: np.ndarray) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The packed vector, in its place, and the results of an earlier step, to be donated."""
-        key = _key(packed)
-        placed = self._executables.place(bucket)(packed, self.arrays.pop(key))
-        self.arrays[key] = placed
-        results = self._executables.results(bucket)
-        return placed, tuple(self.arrays.pop(_key(shape)) for shape in results)
+        place, results = self._keys[bucket]
+        placed = self._executables.place(bucket)(packed, self.arrays.pop(place))
+        self.arrays[place] = placed
+        return placed, tuple(map(self.arrays.pop, results))
 
     def give_back(self, bucket: Bucket, results: tuple[jax.Array, ...]) -> None:
         """Keeps what the step gave; until the next `take` it can be read."""
-        kept = self._executables.results(bucket)
-        self.arrays.update(
-            (_key(shape), array) for shape, array in zip(kept, results, strict=False)
-        )
+        self.arrays.update(zip(self._keys[bucket][1], results, strict=False))
 
 
-def _key(array: jax.ShapeDtypeStruct | np.ndarray) -> tuple[Any, ...]:
+def _key(array: jax.ShapeDtypeStruct) -> _Key:
     return (*array.shape, str(array.dtype))
