@@ -31,6 +31,7 @@ from kernels_pallas.hopper_parts import (
     capped_scores,
     clear_invisible,
     interpreted_options,
+    is_wide,
     kv_boxes,
     mma_accumulator,
     swizzled_smem,
@@ -289,7 +290,8 @@ def _program(
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 0)
     def _attend():
-        plgpu.set_max_registers(216 if tuning.workers == 2 else 232, action="increase")
+        alone = 240 if is_wide(shape.head_dim) else 232
+        plgpu.set_max_registers(216 if tuning.workers == 2 else alone, action="increase")
         by_row = plgpu.Layout.WGMMA.reduce(1)
 
         def visit(number, row, head, tile, count, is_whole, done):
@@ -335,9 +337,17 @@ def _program(
                     plgpu.wgmma(acc_ref, p_sm.at[pair] if interpreted else p, v_sm.at[slot])
                     return acc_ref[...]
 
-                added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
-                pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
-                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
+                if is_wide(shape.head_dim) and not interpreted:
+                    # There are registers for one accumulator alone.
+                    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+                    acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_sm.at[slot]))(
+                        plgpu.WGMMAAccumulatorRef.init(acc)
+                    )
+                    pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
+                else:
+                    added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
+                    pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
+                    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
                 return acc, m_new, l
 
             carry = (
@@ -451,6 +461,8 @@ def _combine_unit(
     # The second of the workers that share the unit, for it begins inside.
     @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
     def _():
+        # A larger result leaves registers for few of them.
+        at_once = COMBINED_AT_ONCE if size <= 16 * WARPGROUP else 2
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
         query = lax.div(element, jnp.int32(shape.head_dim))
@@ -465,7 +477,7 @@ def _combine_unit(
 
         def places(chunk):
             """(place, is one of the unit's) for some workers at once: their loads overlap."""
-            workers = [first + chunk * COMBINED_AT_ONCE + i for i in range(COMBINED_AT_ONCE)]
+            workers = [first + chunk * at_once + i for i in range(at_once)]
             # A worker's first segment is in place 0, any later one in place 1.
             return [
                 (2 * jnp.minimum(w, last) + jnp.where(w * share >= begin, 0, 1), w <= last)
@@ -494,7 +506,7 @@ def _combine_unit(
                 sums = tuple(total + w for total, w in zip(sums, weights, strict=True))
             return acc, highs, sums
 
-        num_chunks = lax.div(last - first, jnp.int32(COMBINED_AT_ONCE)) + 1
+        num_chunks = lax.div(last - first, jnp.int32(at_once)) + 1
         zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
         sinks = tuple(sinks_ref[head, g] for g in range(group))
         # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.
