@@ -30,10 +30,12 @@ from kernels_pallas.hopper_parts import (
     SMALL,
     capped_scores,
     clear_invisible,
+    column_parts,
     interpreted_options,
     is_wide,
     kv_boxes,
     mma_accumulator,
+    part_size,
     swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
@@ -179,7 +181,8 @@ def _entry(
     stages = tuning.workers * tuning.stages
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
     q_shape = (2 * tuning.workers, MMA_ROWS, shape.head_dim)
-    out_shape = (tuning.workers, MMA_ROWS, shape.head_dim)
+    num_parts = len(column_parts(shape.head_dim))
+    out_shape = (tuning.workers * num_parts, MMA_ROWS, part_size(shape.head_dim))
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
     p_shape = (tuning.workers, MMA_ROWS, tuning.kv_tile)
     pl.run_scoped(
@@ -218,7 +221,7 @@ def _program(
     q_sm,  # [2 * workers, MMA_ROWS, head_dim] SMEM
     k_sm,  # [workers * stages, kv_tile, head_dim] SMEM
     v_sm,  # [workers * stages, kv_tile, head_dim] SMEM
-    out_sm,  # [workers, MMA_ROWS, head_dim] SMEM
+    out_sm,  # [workers * parts, MMA_ROWS, part_size] SMEM
     stats_sm,  # f32[workers, MMA_ROWS] SMEM
     p_sm,  # [workers, MMA_ROWS, kv_tile] SMEM, or None
     q_there,
@@ -293,6 +296,17 @@ def _program(
         alone = 240 if is_wide(shape.head_dim) else 232
         plgpu.set_max_registers(216 if tuning.workers == 2 else alone, action="increase")
         by_row = plgpu.Layout.WGMMA.reduce(1)
+        parts = column_parts(shape.head_dim)
+
+        def fill_out(rows):
+            for i, columns in enumerate(parts):
+                part = rows[:, columns.start : columns.start + columns.size]
+                out_sm[pair * len(parts) + i] = part
+
+        def store_out(ref):
+            for i, columns in enumerate(parts):
+                part_sm = out_sm.at[pair * len(parts) + i, pl.ds(0, ref.shape[0])]
+                plgpu.copy_smem_to_gmem(part_sm, ref.at[:, columns])
 
         def visit(number, row, head, tile, count, is_whole, done):
             kv_len = kv_lens_ref[row]
@@ -376,11 +390,9 @@ def _program(
                     decay = jnp.exp2(m - m_new)
                     factor = decay / (l * decay + jnp.exp2(sink - m_new))
                 result = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-                out_sm[pair] = result.astype(shape.dtype)
+                fill_out(result.astype(shape.dtype))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_sm.at[pair, pl.ds(0, group)], out_ref.at[row, pl.ds(head * group, group)]
-                )
+                store_out(out_ref.at[row, pl.ds(head * group, group)])
 
             @pl.when(jnp.logical_not(is_whole))
             def _write_partial():
@@ -391,12 +403,10 @@ def _program(
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     stats_sm[pair] = stat
                     rounded = rest.astype(shape.dtype)
-                    out_sm[pair] = rounded
+                    fill_out(rounded)
                     rest = rest - rounded.astype(jnp.float32)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        out_sm.at[pair, pl.ds(0, shape.padded_group)], partials_ref.at[place, half]
-                    )
+                    store_out(partials_ref.at[place, half])
                     plgpu.copy_smem_to_gmem(stats_sm.at[pair], stats_ref.at[place, half])
 
         walk(visit)
