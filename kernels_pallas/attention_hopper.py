@@ -22,13 +22,12 @@ from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import write_qkv
 
 LANES = (64, 128, 256)
-MAX_COMPILED_LANES = 128  # at 256 the prefill kernel's layouts are not found within minutes
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
 _H200_MULTIPROCESSORS = 132
 
 
-def unsupported(q: Shaped, pool: KVPool, *, interpreted: bool = False) -> list[str]:
+def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     """Every reason why these kernels cannot take these arrays."""
     reasons = []
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -37,10 +36,6 @@ def unsupported(q: Shaped, pool: KVPool, *, interpreted: bool = False) -> list[s
         reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
     if pool.is_joined or pool.lanes not in LANES:
         reasons.append(f"{pool.lanes=} of the pool is not one of {LANES}: it has another layout")
-    if pool.lanes > MAX_COMPILED_LANES and not interpreted:
-        reasons.append(
-            f"{pool.head_dim=} above {MAX_COMPILED_LANES} takes Mosaic too long to compile"
-        )
     if pool.block_size not in BLOCK_SIZES:
         reasons.append(f"{pool.block_size=} is not one of {BLOCK_SIZES}")
     group = q.shape[1] // pool.num_kv_heads

@@ -30,9 +30,12 @@ from kernels_pallas.hopper_parts import (
     SMALL,
     capped_scores,
     clear_invisible,
+    column_parts,
     interpreted_options,
+    is_wide,
     kv_boxes,
     mma_accumulator,
+    part_size,
     swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
@@ -178,7 +181,8 @@ def _entry(
     stages = tuning.workers * tuning.stages
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
     q_shape = (2 * tuning.workers, MMA_ROWS, shape.head_dim)
-    out_shape = (tuning.workers, MMA_ROWS, shape.head_dim)
+    num_parts = len(column_parts(shape.head_dim))
+    out_shape = (tuning.workers * num_parts, MMA_ROWS, part_size(shape.head_dim))
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
     p_shape = (tuning.workers, MMA_ROWS, tuning.kv_tile)
     pl.run_scoped(
@@ -217,7 +221,7 @@ def _program(
     q_sm,  # [2 * workers, MMA_ROWS, head_dim] SMEM
     k_sm,  # [workers * stages, kv_tile, head_dim] SMEM
     v_sm,  # [workers * stages, kv_tile, head_dim] SMEM
-    out_sm,  # [workers, MMA_ROWS, head_dim] SMEM
+    out_sm,  # [workers * parts, MMA_ROWS, part_size] SMEM
     stats_sm,  # f32[workers, MMA_ROWS] SMEM
     p_sm,  # [workers, MMA_ROWS, kv_tile] SMEM, or None
     q_there,
@@ -289,8 +293,20 @@ def _program(
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 0)
     def _attend():
-        plgpu.set_max_registers(216 if tuning.workers == 2 else 232, action="increase")
+        alone = 240 if is_wide(shape.head_dim) else 232
+        plgpu.set_max_registers(216 if tuning.workers == 2 else alone, action="increase")
         by_row = plgpu.Layout.WGMMA.reduce(1)
+        parts = column_parts(shape.head_dim)
+
+        def fill_out(rows):
+            for i, columns in enumerate(parts):
+                part = rows[:, columns.start : columns.start + columns.size]
+                out_sm[pair * len(parts) + i] = part
+
+        def store_out(ref):
+            for i, columns in enumerate(parts):
+                part_sm = out_sm.at[pair * len(parts) + i, pl.ds(0, ref.shape[0])]
+                plgpu.copy_smem_to_gmem(part_sm, ref.at[:, columns])
 
         def visit(number, row, head, tile, count, is_whole, done):
             kv_len = kv_lens_ref[row]
@@ -335,9 +351,17 @@ def _program(
                     plgpu.wgmma(acc_ref, p_sm.at[pair] if interpreted else p, v_sm.at[slot])
                     return acc_ref[...]
 
-                added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
-                pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
-                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
+                if is_wide(shape.head_dim) and not interpreted:
+                    # There are registers for one accumulator alone.
+                    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+                    acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_sm.at[slot]))(
+                        plgpu.WGMMAAccumulatorRef.init(acc)
+                    )
+                    pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
+                else:
+                    added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
+                    pl.when(is_needed)(lambda: plgpu.barrier_arrive(v_read.at[slot]))
+                    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
                 return acc, m_new, l
 
             carry = (
@@ -366,11 +390,9 @@ def _program(
                     decay = jnp.exp2(m - m_new)
                     factor = decay / (l * decay + jnp.exp2(sink - m_new))
                 result = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-                out_sm[pair] = result.astype(shape.dtype)
+                fill_out(result.astype(shape.dtype))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_sm.at[pair, pl.ds(0, group)], out_ref.at[row, pl.ds(head * group, group)]
-                )
+                store_out(out_ref.at[row, pl.ds(head * group, group)])
 
             @pl.when(jnp.logical_not(is_whole))
             def _write_partial():
@@ -381,12 +403,10 @@ def _program(
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     stats_sm[pair] = stat
                     rounded = rest.astype(shape.dtype)
-                    out_sm[pair] = rounded
+                    fill_out(rounded)
                     rest = rest - rounded.astype(jnp.float32)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        out_sm.at[pair, pl.ds(0, shape.padded_group)], partials_ref.at[place, half]
-                    )
+                    store_out(partials_ref.at[place, half])
                     plgpu.copy_smem_to_gmem(stats_sm.at[pair], stats_ref.at[place, half])
 
         walk(visit)
@@ -451,6 +471,8 @@ def _combine_unit(
     # The second of the workers that share the unit, for it begins inside.
     @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
     def _():
+        # A larger result leaves registers for few of them.
+        at_once = COMBINED_AT_ONCE if size <= 16 * WARPGROUP else 2
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
         query = lax.div(element, jnp.int32(shape.head_dim))
@@ -465,7 +487,7 @@ def _combine_unit(
 
         def places(chunk):
             """(place, is one of the unit's) for some workers at once: their loads overlap."""
-            workers = [first + chunk * COMBINED_AT_ONCE + i for i in range(COMBINED_AT_ONCE)]
+            workers = [first + chunk * at_once + i for i in range(at_once)]
             # A worker's first segment is in place 0, any later one in place 1.
             return [
                 (2 * jnp.minimum(w, last) + jnp.where(w * share >= begin, 0, 1), w <= last)
@@ -494,7 +516,7 @@ def _combine_unit(
                 sums = tuple(total + w for total, w in zip(sums, weights, strict=True))
             return acc, highs, sums
 
-        num_chunks = lax.div(last - first, jnp.int32(COMBINED_AT_ONCE)) + 1
+        num_chunks = lax.div(last - first, jnp.int32(at_once)) + 1
         zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
         sinks = tuple(sinks_ref[head, g] for g in range(group))
         # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.metadata import AttentionOptions
@@ -58,9 +59,27 @@ def capped_scores(scores, options: AttentionOptions):
     return capped, options.soft_cap * LOG2E
 
 
+def is_wide(head_dim: int) -> bool:
+    """Whether the output's accumulator takes half of a thread's registers: little else fits."""
+    return head_dim > 128
+
+
+def part_size(head_dim: int) -> int:
+    """Columns that are moved through registers at once, of values other than the accumulator."""
+    return 64 if is_wide(head_dim) else head_dim
+
+
+def column_parts(head_dim: int) -> list[Any]:
+    """Slices of `part_size` columns that cover a head."""
+    size = part_size(head_dim)
+    return [pl.ds(begin, size) for begin in range(0, head_dim, size)]
+
+
 def clear_invisible(v_sm, low, high):
     """Zeros where no query looks: a weight of 0 does not hide NaN."""
-    key = plgpu.broadcasted_iota(jnp.int32, v_sm.shape, 0, layout=plgpu.Layout.WGMMA)
-    v = plgpu.load(v_sm, layout=plgpu.Layout.WGMMA)
-    v_sm[...] = jnp.where((key >= low) & (key < high), v, jnp.zeros_like(v))
+    for columns in column_parts(v_sm.shape[1]):
+        part = v_sm.at[:, columns]
+        key = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
+        v = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where((key >= low) & (key < high), v, jnp.zeros_like(v))
     plgpu.commit_smem()

@@ -230,8 +230,7 @@ def _unsupported(name: str, q: Shaped, pool: KVPool) -> list[str]:
     if name == "reference":
         return [] if platform == "cpu" else [f"{platform=} is not cpu"]
     if name in ("hopper", "hopper_interpret"):
-        interpreted = name == "hopper_interpret"
-        reasons = attention_hopper.unsupported(q, pool, interpreted=interpreted)
+        reasons = attention_hopper.unsupported(q, pool)
         wanted = "gpu" if name == "hopper" else "cpu"
         if platform != wanted:
             reasons.append(f"{platform=} is not {wanted}")

@@ -28,9 +28,12 @@ from kernels_pallas.hopper_parts import (
     SMALL,
     capped_scores,
     clear_invisible,
+    column_parts,
     interpreted_options,
+    is_wide,
     kv_boxes,
     mma_accumulator,
+    part_size,
     swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
@@ -121,6 +124,7 @@ def _entry(
     attenders, stages = tuning.attenders, tuning.stages
     q_shape = (tuning.q_slots * attenders, MMA_ROWS, shape.head_dim)
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
+    plain_shape = (attenders, MMA_ROWS, part_size(shape.head_dim))
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
     p_shape = (attenders, MMA_ROWS, tuning.kv_tile)
     pl.run_scoped(
@@ -130,7 +134,7 @@ def _entry(
         swizzled_smem(q_shape, shape.dtype),  # q, and swizzled results
         swizzled_smem(kv_shape, shape.dtype),  # k
         swizzled_smem(kv_shape, shape.dtype),  # v
-        plgpu.SMEM((attenders, MMA_ROWS, shape.head_dim), shape.dtype),  # q and out, unswizzled
+        plgpu.SMEM(plain_shape, shape.dtype),  # q and out, unswizzled
         swizzled_smem(p_shape, shape.dtype) if interpreted else None,
         plgpu.Barrier(num_barriers=tuning.q_slots * attenders),  # q is there
         plgpu.Barrier(num_barriers=attenders),  # unswizzled q is there
@@ -158,7 +162,7 @@ def _program(
     q_sm,  # [q_slots * attenders, MMA_ROWS, head_dim] SMEM
     k_sm,  # [stages, kv_tile, head_dim] SMEM
     v_sm,  # [stages, kv_tile, head_dim] SMEM
-    plain_sm,  # [attenders, MMA_ROWS, head_dim] SMEM
+    plain_sm,  # [attenders, MMA_ROWS, part_size] SMEM
     p_sm,  # [attenders, MMA_ROWS, kv_tile] SMEM, or None
     q_there,
     plain_there,
@@ -208,7 +212,7 @@ def _program(
 
     @pl.when(warpgroup == attenders)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24 if is_wide(shape.head_dim) else 40, action="decrease")
 
         def visit(number, row, head, token, queries, position, first, end, done):
             del queries, position
@@ -254,7 +258,7 @@ def _program(
 
     @pl.when(warpgroup < attenders)
     def _attend():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240 if is_wide(shape.head_dim) else 232, action="increase")
         by_row = plgpu.Layout.WGMMA.reduce(1)
         is_clearer = warpgroup == attenders - 1
 
@@ -321,14 +325,16 @@ def _program(
             @pl.when(jnp.logical_not(is_aligned))
             def _load_q():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[pl.ds(my_token, MMA_ROWS), head],
-                    plain_sm.at[warpgroup],
-                    plain_there.at[warpgroup],
-                )
-                plgpu.barrier_wait(plain_there.at[warpgroup])
-                q_sm[q_slot] = plgpu.load(plain_sm.at[warpgroup], layout=plgpu.Layout.WGMMA)
-                plgpu.commit_smem()
+                for columns in column_parts(shape.head_dim):
+                    plgpu.copy_gmem_to_smem(
+                        q_ref.at[pl.ds(my_token, MMA_ROWS), head, columns],
+                        plain_sm.at[warpgroup],
+                        plain_there.at[warpgroup],
+                    )
+                    plgpu.barrier_wait(plain_there.at[warpgroup])
+                    q = plgpu.load(plain_sm.at[warpgroup], layout=plgpu.Layout.WGMMA)
+                    q_sm[q_slot, :, columns] = q
+                    plgpu.commit_smem()
 
             plgpu.barrier_wait(k_there.at[kv_slot_of(first)])
             pl.when(warpgroup == 1)(take_turn)
@@ -428,10 +434,12 @@ def _program(
 
             @pl.when(jnp.logical_not(is_aligned & (my_queries == MMA_ROWS)))
             def _write_rows():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plain_sm[warpgroup] = result
-                plgpu.commit_smem()
-                _store_rows(plain_sm.at[warpgroup], out_ref, my_token, head, my_queries)
+                for columns in column_parts(shape.head_dim):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plain_sm[warpgroup] = result[:, columns.start : columns.start + columns.size]
+                    plgpu.commit_smem()
+                    part_ref = out_ref.at[:, head, columns]
+                    _store_rows(plain_sm.at[warpgroup], part_ref, my_token, my_queries)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(q_free.at[q_slot])
@@ -440,7 +448,7 @@ def _program(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store_rows(rows_sm, out_ref, token, head, num_rows):
+def _store_rows(rows_sm, out_ref, token, num_rows):
     """Stores the first `num_rows` rows, in boxes whose sizes are powers of two."""
     size = MMA_ROWS
     while size:
@@ -449,7 +457,7 @@ def _store_rows(rows_sm, out_ref, token, head, num_rows):
         @pl.when((num_rows & size) != 0)
         def _(size=size, begin=begin):
             plgpu.copy_smem_to_gmem(
-                rows_sm.at[pl.ds(begin, size)], out_ref.at[pl.ds(token + begin, size), head]
+                rows_sm.at[pl.ds(begin, size)], out_ref.at[pl.ds(token + begin, size)]
             )
 
         size //= 2

@@ -89,7 +89,7 @@ def hopper_tuning(*, num_units: int, head_dim: int, num_programs: int) -> Hopper
     prefill = HopperPrefillTuning(num_programs=num_programs)
     if head_dim > 128:
         workers, stages = 1, 2
-        prefill = HopperPrefillTuning(64, 2, attenders=1, q_slots=1, num_programs=num_programs)
+        prefill = HopperPrefillTuning(64, 2, q_slots=1, num_programs=num_programs)
     decode = HopperDecodeTuning(64, stages, workers, num_programs)
     return HopperTuning(decode, prefill)
 

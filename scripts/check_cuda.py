@@ -73,6 +73,15 @@ VARIANTS = {
     "mixed, blocks of 128": AttentionShape(block_size=128),
     "decode, head_dim 256": AttentionShape(head_dim=256, num_q_heads=16, num_tokens=64),
     "mixed, head_dim 256": AttentionShape(head_dim=256, num_q_heads=16),
+    "mixed, head_dim 256, all options": AttentionShape(
+        head_dim=256, num_q_heads=16, window=128, soft_cap=50.0, has_sinks=True
+    ),
+    "mixed, head_dim 256, blocks of 128": AttentionShape(
+        head_dim=256, num_q_heads=16, block_size=128, dtype=jnp.float16
+    ),
+    "decode, head_dim 256, 16 query heads": AttentionShape(
+        head_dim=256, num_q_heads=16, num_kv_heads=1, num_tokens=64
+    ),
     "mixed, head_dim 64": AttentionShape(head_dim=64),
     "mixed, blocks of 32": AttentionShape(block_size=32),
     "mixed, blocks of 64": AttentionShape(block_size=64),

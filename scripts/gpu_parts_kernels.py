@@ -34,6 +34,8 @@ SHAPES = [
     (2, 4, 128, 16, {"sinks": True}),
     (3, 3, 64, 16, {"window": 33, "soft_cap": 3.0, "sinks": True}),
     (4, 4, 128, 16, {"dtype": jnp.float16}),
+    (4, 2, 256, 16, {"soft_cap": 50.0}),
+    (1, 8, 256, 64, {"window": 50}),
 ]
 
 

@@ -40,7 +40,7 @@ def small_tuning(head_dim: int) -> HopperTuning:
     if head_dim > 128:
         return HopperTuning(
             HopperDecodeTuning(64, 2, workers=1, num_programs=2),
-            HopperPrefillTuning(64, 2, attenders=1, q_slots=1, num_programs=2),
+            HopperPrefillTuning(64, 2, q_slots=1, num_programs=2),
         )
     return HopperTuning(
         HopperDecodeTuning(64, 2, workers=2, num_programs=2), HopperPrefillTuning(num_programs=2)

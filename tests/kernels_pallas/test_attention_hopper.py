@@ -41,6 +41,9 @@ DECODE = ((1, 70), (1, 1), (1, 200), (1, 64), (1, 129))
 MIXED = ((1, 30), (1, 150), (7, 7), (1, 90), (70, 100))
 PREFILL = ((130, 140),)  # aligned, one full query tile and a rest
 
+# A full query tile and a rest, both aligned; a short row; both again, not aligned.
+WIDE_PREFILL = ((72, 80), (5, 5), (70, 75))
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -108,7 +111,9 @@ VARIANTS = {
         group=1, head_dim=128, block_size=128, window=40, soft_cap=2.0, has_sinks=True
     ),
     "prefill": Variant(PREFILL, 0, group=1, block_size=32),
-    "prefill_of_256": Variant(PREFILL, 0, group=1, head_dim=256, block_size=64, window=70),
+    "prefill_of_256": Variant(
+        WIDE_PREFILL, 0, group=1, head_dim=256, block_size=64, window=70, soft_cap=2.0
+    ),
 }
 
 
@@ -273,7 +278,7 @@ def test_a_missing_wait_is_reported(kernel, barrier, monkeypatch, capsys):
     assert reports_race(lambda: interpret(variant.case(), variant.options), capsys)
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed_window_soft_cap_sinks"])
+@pytest.mark.parametrize("name", ["decode", "mixed_window_soft_cap_sinks", "prefill_of_256"])
 def test_it_lowers_for_cuda(name):
     """Through Pallas's own passes, down to Mosaic GPU; no CUDA is needed for that."""
     variant = VARIANTS[name]
