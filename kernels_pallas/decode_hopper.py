@@ -472,7 +472,7 @@ def _combine_unit(
     @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
     def _():
         # A larger result leaves registers for few of them.
-        at_once = COMBINED_AT_ONCE if size <= 16 * WARPGROUP else 2
+        at_once = COMBINED_AT_ONCE if size < 16 * WARPGROUP else 2
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
         query = lax.div(element, jnp.int32(shape.head_dim))
