@@ -78,7 +78,7 @@ def paged_attention(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
     group = q.shape[1] // pool.num_kv_heads
     out = attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
-    if q.shape[0] > metadata.num_rows:
+    if not metadata.is_decode_step:
         token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
         out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
     return out[..., : pool.head_dim], pool
@@ -99,7 +99,6 @@ def qkv_attention(
 ) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
     """See `ops.qkv_attention`; `write_qkv_hopper.can_write` must hold."""
     group = heads.shape[2] - 2
-    is_decode_step = heads.shape[0] == metadata.num_rows
     q, pool = write_qkv(
         heads,
         norms,
@@ -108,7 +107,7 @@ def qkv_attention(
         pool.first_row(layer),
         metadata.slot_mapping,
         # The decode kernel wants whole tiles of 8 rows, the prefill kernel the queries alone.
-        q_rows=padded_group(group) if is_decode_step else group,
+        q_rows=padded_group(group) if metadata.is_decode_step else group,
         interpret=interpret,
     )
     return attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
@@ -134,9 +133,8 @@ def attend(
     Returns:
       The output; padding tokens of a step with prompts hold anything.
     """
-    num_tokens, num_rows = q.shape[0], metadata.num_rows
-    is_decode_step = num_tokens == num_rows
-    num_decode_rows = jnp.int32(num_rows) if is_decode_step else metadata.num_decode_rows
+    num_rows = metadata.num_rows
+    num_decode_rows = jnp.int32(num_rows) if metadata.is_decode_step else metadata.num_decode_rows
     shared = pool, pool.first_row(layer), metadata.block_tables, own_lens(metadata.kv_lens)
     decode_plan = make_decode_plan(
         metadata,
@@ -157,7 +155,7 @@ def attend(
         group=group,
         interpret=interpret,
     )
-    if is_decode_step:
+    if metadata.is_decode_step:
         return decode()
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(

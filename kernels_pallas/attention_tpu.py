@@ -93,7 +93,7 @@ def paged_attention(
     num_tokens, num_rows = q.shape[0], metadata.num_rows
     call = _Call(pool, pool.first_row(layer), metadata, options, sinks, tuning, interpret)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None, None]
-    if num_tokens == num_rows:
+    if metadata.is_decode_step:
         # One token a row at most, and real rows come first.
         num_real = jnp.sum(metadata.q_lens, dtype=jnp.int32)
         out, data = call.decode(q, k_new, v_new, pool.data, num_real)

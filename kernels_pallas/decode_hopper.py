@@ -9,11 +9,10 @@ the loads of the next (row, head) are under way while this one ends.
 
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
-precision), with its maximum and sum, and a second kernel merges them in float32.
+precision), with its maximum and sum, and `decode_combine_hopper` merges them in float32.
 """
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kernels_pallas.decode_combine_hopper import WARPGROUP, DecodeShape, combine, sink_rows
 from kernels_pallas.decode_plan import DecodePlan
 from kernels_pallas.hopper_parts import (
-    LOG2E,
     MMA_ROWS,
     NEVER,
     SMALL,
@@ -41,21 +40,6 @@ from kernels_pallas.hopper_parts import (
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.pool import KVPool
 from kernels_pallas.tuning import HopperDecodeTuning
-
-WARPGROUP = 128  # threads
-COMBINED_AT_ONCE = 8  # partial results
-
-
-@dataclass(frozen=True)
-class _Shape:
-    num_kv_heads: int
-    group: int  # query heads a KV head
-    padded_group: int  # rows of a query box and of a partial result
-    out_group: int  # rows that a unit writes: `combine` wants whole warpgroups of elements
-    has_sinks: bool
-    head_dim: int
-    block_size: int
-    dtype: jnp.dtype
 
 
 def paged_decode(
@@ -120,14 +104,14 @@ def paged_decode(
         plan.cu_tiles,
         plan.first_tiles,
         plan.workers,
-        _sink_rows(sinks, shape),
+        sink_rows(sinks, shape),
     )
     if out_ref is None:
         written, partials, stats = kernel(*arguments)
     else:
         partials, stats = kernel(*arguments, out_ref)
         written = jax.freeze(out_ref)
-    out = _combine(written, partials, stats, plan, shape, sinks, interpret)
+    out = combine(written, partials, stats, plan, shape, sinks, interpret)
     if shape.out_group == group:
         return out
     out = out.reshape(num_rows, shape.num_kv_heads, shape.out_group, shape.head_dim)
@@ -144,8 +128,8 @@ def padded_group(group: int) -> int:
     return -(-group // 8) * 8
 
 
-def _shape_of(q: Array, group: int, pool: KVPool, sinks: Array | None) -> _Shape:
-    return _Shape(
+def _shape_of(q: Array, group: int, pool: KVPool, sinks: Array | None) -> DecodeShape:
+    return DecodeShape(
         num_kv_heads=pool.num_kv_heads,
         group=group,
         padded_group=padded_group(group),
@@ -157,7 +141,7 @@ def _shape_of(q: Array, group: int, pool: KVPool, sinks: Array | None) -> _Shape
     )
 
 
-def _pad_group(q: Array, shape: _Shape) -> Array:
+def _pad_group(q: Array, shape: DecodeShape) -> Array:
     """[num_rows, kv heads * padded_group, head_dim]: a box is whole tiles of 8 rows."""
     if q.shape[1] == shape.num_kv_heads * shape.padded_group:
         return q
@@ -166,16 +150,12 @@ def _pad_group(q: Array, shape: _Shape) -> Array:
     return q.reshape(q.shape[0], -1, shape.head_dim)
 
 
-def _sink_rows(sinks: Array | None, shape: _Shape) -> Array:
-    """Sinks as rows of the MMA tile, in base 2; without any, scores that no softmax notices."""
-    rows = jnp.full((shape.num_kv_heads, MMA_ROWS), NEVER, jnp.float32)
-    if sinks is None:
-        return rows
-    return rows.at[:, : shape.group].set(sinks.reshape(shape.num_kv_heads, -1) * LOG2E)
-
-
 def _entry(
-    *refs, shape: _Shape, options: AttentionOptions, tuning: HopperDecodeTuning, interpreted: bool
+    *refs,
+    shape: DecodeShape,
+    options: AttentionOptions,
+    tuning: HopperDecodeTuning,
+    interpreted: bool,
 ):
     """Allocates shared memory and barriers, then splits into loaders and attenders."""
     stages = tuning.workers * tuning.stages
@@ -231,7 +211,7 @@ def _program(
     k_read,
     v_read,
     *,
-    shape: _Shape,
+    shape: DecodeShape,
     options: AttentionOptions,
     tuning: HopperDecodeTuning,
     interpreted: bool,
@@ -417,110 +397,3 @@ def _visible(kv_len, tile_begin, options: AttentionOptions):
     """Which keys of a tile the row's query sees: those from low on, below high."""
     low = 0 if options.window is None else kv_len - options.window - tile_begin
     return low, kv_len - tile_begin
-
-
-def _combine(
-    out: Array,
-    partials: Array,
-    stats: Array,
-    plan: DecodePlan,
-    shape: _Shape,
-    sinks: Array | None,
-    interpret: plgpu.InterpretGPUParams | None,
-) -> Array:
-    """Merges the partial results of units that several workers shared; in place.
-
-    A program for each worker, not for each unit: most units are nobody's concern here.
-    """
-    size = shape.out_group * shape.head_dim
-    flat_out = jax.new_ref(out.reshape(out.shape[0], -1))
-    flat_partials = partials.reshape(*partials.shape[:2], -1)
-    kernel = plgpu.kernel(
-        functools.partial(_combine_unit, shape=shape, size=size),
-        out_type=(),
-        grid=(plan.workers.shape[0],),
-        grid_names=("worker",),
-        **interpreted_options(interpret),
-    )
-    kernel(plan.cu_tiles, plan.workers, flat_partials, stats, _sink_rows(sinks, shape), flat_out)
-    return jax.freeze(flat_out).reshape(out.shape)
-
-
-def _combine_unit(
-    cu_tiles_ref,  # i32[num_rows + 1] GMEM
-    workers_ref,  # i32[num_workers, 4] GMEM
-    partials_ref,  # [places, 2, padded_group * head_dim] GMEM
-    stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
-    sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
-    out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
-    *,
-    shape: _Shape,
-    size: int,
-):
-    worker = lax.axis_index("worker")
-    position, row, num_segments = (workers_ref[worker, i] for i in (0, 2, 3))
-    row_begin = cu_tiles_ref[row]
-    tiles = lax.div(cu_tiles_ref[row + 1] - row_begin, jnp.int32(shape.num_kv_heads))
-    tiles = jnp.maximum(tiles, 1)
-    head = lax.div(position - row_begin, tiles)
-    begin = row_begin + head * tiles
-    share = jnp.maximum(workers_ref[0, 1] - workers_ref[0, 0], 1)
-    first = lax.div(begin, share)
-    last = lax.div(begin + tiles - 1, share)
-
-    # The second of the workers that share the unit, for it begins inside.
-    @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
-    def _():
-        # A larger result leaves registers for few of them.
-        at_once = COMBINED_AT_ONCE if size < 16 * WARPGROUP else 2
-        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
-        element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-        query = lax.div(element, jnp.int32(shape.head_dim))
-        group = shape.out_group
-
-        def spread(values):
-            """One scalar a query head -> one value an element."""
-            result = plgpu.layout_cast(jnp.full((size,), values[0], jnp.float32), layout)
-            for g in range(1, group):
-                result = jnp.where(query == g, values[g], result)
-            return result
-
-        def places(chunk):
-            """(place, is one of the unit's) for some workers at once: their loads overlap."""
-            workers = [first + chunk * at_once + i for i in range(at_once)]
-            # A worker's first segment is in place 0, any later one in place 1.
-            return [
-                (2 * jnp.minimum(w, last) + jnp.where(w * share >= begin, 0, 1), w <= last)
-                for w in workers
-            ]
-
-        def merge(chunk, carry):
-            acc, ms, sums = carry
-            found = places(chunk)
-            highs = ms
-            for place, is_real in found:
-                here = [jnp.where(is_real, stats_ref[place, 0, g], NEVER) for g in range(group)]
-                highs = tuple(jnp.maximum(m, other) for m, other in zip(highs, here, strict=True))
-            decays = [jnp.exp2(m - high) for m, high in zip(ms, highs, strict=True)]
-            acc = acc * spread(decays)
-            sums = tuple(total * decay for total, decay in zip(sums, decays, strict=True))
-            for place, is_real in found:
-                weights = [
-                    jnp.where(is_real, stats_ref[place, 1, g], 0.0)
-                    * jnp.exp2(stats_ref[place, 0, g] - highs[g])
-                    for g in range(group)
-                ]
-                for half in range(2):
-                    part = plgpu.load(partials_ref.at[place, half, pl.ds(0, size)], layout=layout)
-                    acc = acc + spread(weights) * part.astype(jnp.float32)
-                sums = tuple(total + w for total, w in zip(sums, weights, strict=True))
-            return acc, highs, sums
-
-        num_chunks = lax.div(last - first, jnp.int32(at_once)) + 1
-        zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
-        sinks = tuple(sinks_ref[head, g] for g in range(group))
-        # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.
-        start = (zeros, sinks, (jnp.float32(1),) * group)
-        acc, _, sums = lax.fori_loop(0, num_chunks, merge, start)
-        result = acc * spread([1.0 / total for total in sums])
-        out_ref[row, pl.ds(head * size, size)] = result.astype(shape.dtype)

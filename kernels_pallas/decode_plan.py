@@ -9,7 +9,7 @@ takes the w-th of equal stretches, whatever the lengths of the rows, so that all
                               ^ unit (0, 1) is shared by w0 and w1: two partial results
 
 Only a worker's first and last segment can be partial. They go to places 0 and 1 of that worker, and
-a second kernel merges them (`decode_hopper.py`).
+`decode_combine_hopper` merges them.
 """
 
 import typing

@@ -51,6 +51,11 @@ class AttentionMetadata:
         return self.slot_mapping.shape[0]
 
     @property
+    def is_decode_step(self) -> bool:
+        """Whether every row has at most one token: what as many tokens as rows mean."""
+        return self.num_tokens == self.num_rows
+
+    @property
     def cu_q_lens(self) -> Int32[Array, "num_rows+1"]:
         """Index of each row's first token; the last entry is the number of real tokens."""
         return jnp.pad(jnp.cumsum(self.q_lens, dtype=jnp.int32), (1, 0))

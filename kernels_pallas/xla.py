@@ -43,8 +43,8 @@ def paged_attention(
     """See `ops.paged_attention`."""
     pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
     tables = pool.first_row(layer) + _widened(metadata, tuning.kv_tile // pool.block_size)
-    num_tokens, num_rows = q.shape[0], metadata.num_rows
-    if num_tokens == num_rows:
+    num_rows = metadata.num_rows
+    if metadata.is_decode_step:
         # One token a row at most: every real row is a decode row, wherever it stands.
         return _decode(q, pool, tables, metadata.kv_lens, options, sinks, tuning.kv_tile), pool
     is_decode = jnp.arange(num_rows, dtype=jnp.int32) < metadata.num_decode_rows

@@ -11,7 +11,6 @@ time by kernel and the gaps between steps. Without a GPU a small case runs on th
 import argparse
 import itertools
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import jax
 from model_shapes import QWEN3_4B, SMALL_QWEN3
+from traces import random_trace
 
 from jaxpaged import LLM, SamplingParams
 
@@ -99,11 +99,8 @@ def step_seconds(llm: LLM, case: Case, repeats: int) -> float:
 
 def generate(llm: LLM, case: Case, max_tokens: int) -> float:
     """Seconds that a batch takes."""
-    rng = random.Random()
-    prompts = [
-        [rng.randrange(100, llm.info.vocab_size) for _ in range(case.num_prompt)]
-        for _ in range(case.num_rows)
-    ]
+    trace = random_trace([case.num_prompt] * case.num_rows, max_tokens, llm.info.vocab_size)
+    prompts = [prompt for prompt, _ in trace]
     params = SamplingParams(
         max_tokens=max_tokens,
         ignore_eos=True,

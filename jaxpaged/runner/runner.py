@@ -198,7 +198,7 @@ class Runner:
     def reset(self) -> None:
         """Makes an empty pool after a failed step, which may have consumed the old one."""
         # The device may not hold two.
-        _free((self.pool, self._state, self._sampler.adjustments, self._memory.arrays))
+        _free(self._step_arrays)
         self.pool = self._new_pool()
         self._state = self._new_state()
         self._sampler.adjustments = new_adjustments(self.config, self._replicated)
@@ -234,9 +234,7 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device's memory; the runner is of no use any more."""
-        _free(
-            (self.weights, self.pool, self._state, self._sampler.adjustments, self._memory.arrays)
-        )
+        _free((self.weights, self._step_arrays))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         for pairs in batched(copies, COPY_SIZES[-1]):
@@ -278,6 +276,11 @@ class Runner:
             token_ids=jnp.zeros(num_rows, jnp.int32, device=whole),
             block_tables=jnp.zeros((num_rows, max_blocks_per_row), jnp.int32, device=whole),
         )
+
+    @property
+    def _step_arrays(self) -> tuple[Any, ...]:
+        """What steps read and write, the weights apart."""
+        return self.pool, self._state, self._sampler.adjustments, self._memory.arrays
 
     @property
     def _replicated(self) -> NamedSharding:

@@ -5,7 +5,6 @@ checks are answered meanwhile (NOT_SERVING; other calls get NOT_READY).
 """
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jaxpaged import frozen_heap
 from jaxpaged.server.admin import AdminService
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.health import HealthMonitor
@@ -144,9 +144,7 @@ async def serve(
     except Exception:
         await server.stop()
         raise
-    # What is loaded stays: looking at all of it for garbage would stop every stream for 0.1 s.
-    gc.collect()
-    gc.freeze()
+    frozen_heap.freeze()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
@@ -165,4 +163,5 @@ async def serve(
         await server.stop()
     finally:
         llm.close()
+        frozen_heap.unfreeze()
     return EXIT_ENGINE_LOST if server.health.engine_lost.is_set() else 0
