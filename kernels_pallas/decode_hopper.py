@@ -244,6 +244,7 @@ def _program(
 
         def visit(number, row, head, tile, count, is_whole, done):
             del is_whole
+            kv_len = kv_lens_ref[row]
             first_tile = first_tiles_ref[row] + tile
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
             pl.when(number >= 2)(lambda: plgpu.barrier_wait(q_read.at[q_slot]))
@@ -260,13 +261,21 @@ def _program(
                 boxes = kv_boxes(
                     tables_ref, row, first_tile + i, first_row_ref[0], shape.block_size, kv_tile
                 )
+                low, high = _visible(kv_len, (first_tile + i) * kv_tile, options)
                 for kv, sm, there, read in ((0, k_sm, k_there, k_read), (1, v_sm, v_there, v_read)):
                     pl.when(step >= stages)(lambda read=read: plgpu.barrier_wait(read.at[slot]))
                     for j, (pool_row, offset, size) in enumerate(boxes):
-                        plgpu.copy_gmem_to_smem(
-                            pool_ref.at[pool_row, kv, head, pl.ds(offset, size)],
-                            sm.at[slot, pl.ds(j * size, size)],
-                            there.at[slot],
+                        # What no query sees is not loaded: past a row's end all rows would read
+                        # the null block, which takes as long as other blocks do.
+                        lax.cond(
+                            (j * size < high) & ((j + 1) * size > low),
+                            functools.partial(
+                                plgpu.copy_gmem_to_smem,
+                                pool_ref.at[pool_row, kv, head, pl.ds(offset, size)],
+                                sm.at[slot, pl.ds(j * size, size)],
+                                there.at[slot],
+                            ),
+                            functools.partial(plgpu.barrier_arrive, there.at[slot]),
                         )
 
         walk(visit)

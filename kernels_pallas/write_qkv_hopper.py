@@ -20,6 +20,8 @@ from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
+_SLOTS_AT_ONCE = 8
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -142,18 +144,23 @@ def _program(
             rows_sm[:, half] = values
         plgpu.commit_smem()
 
-        @pl.loop(0, jnp.minimum(shape.num_tokens - first_token, MMA_ROWS))
-        def _(i):
-            slot = slots_ref[first_token + i]
-            block = lax.div(slot, jnp.int32(shape.block_size))
-            offset = lax.rem(slot, jnp.int32(shape.block_size))
+        num_tokens = jnp.minimum(shape.num_tokens - first_token, MMA_ROWS)
 
-            @pl.when(block > 0)
-            def _():
-                plgpu.copy_smem_to_gmem(
-                    rows_sm.at[pl.ds(i, 1)],
-                    pool_ref.at[first_row_ref[0] + block, plane, kv_head, pl.ds(offset, 1)],
-                )
+        @pl.loop(0, lax.div(num_tokens + (_SLOTS_AT_ONCE - 1), jnp.int32(_SLOTS_AT_ONCE)))
+        def _(chunk):
+            begin = chunk * _SLOTS_AT_ONCE
+            # Read together, so that a row does not wait for memory once more than the one before.
+            slots = [slots_ref[first_token + begin + i] for i in range(_SLOTS_AT_ONCE)]
+            for i, slot in enumerate(slots):
+                block = lax.div(slot, jnp.int32(shape.block_size))
+                offset = lax.rem(slot, jnp.int32(shape.block_size))
+
+                @pl.when(block > 0)
+                def _(i=i, block=block, offset=offset):
+                    plgpu.copy_smem_to_gmem(
+                        rows_sm.at[pl.ds(begin + i, 1)],
+                        pool_ref.at[first_row_ref[0] + block, plane, kv_head, pl.ds(offset, 1)],
+                    )
 
     @pl.when(kind == shape.group + 1)
     def _value():
