@@ -78,9 +78,8 @@ def paged_attention(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
     group = q.shape[1] // pool.num_kv_heads
     out = attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
-    if not metadata.is_decode_step:
-        token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
-        out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
+    token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
+    out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
     return out[..., : pool.head_dim], pool
 
 
@@ -131,10 +130,14 @@ def attend(
         at.
 
     Returns:
-      The output; padding tokens of a step with prompts hold anything.
+      The output; padding tokens hold anything.
     """
     num_rows = metadata.num_rows
-    num_decode_rows = jnp.int32(num_rows) if metadata.is_decode_step else metadata.num_decode_rows
+    # In a decode step prompts' last tokens are decode rows like others. Padded rows would cost as
+    # much as short ones, and all of that would fall to the last workers.
+    num_decode_rows = metadata.num_decode_rows
+    if metadata.is_decode_step:
+        num_decode_rows = jnp.sum(metadata.q_lens, dtype=jnp.int32)
     shared = pool, pool.first_row(layer), metadata.block_tables, own_lens(metadata.kv_lens)
     decode_plan = make_decode_plan(
         metadata,
