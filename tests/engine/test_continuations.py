@@ -186,7 +186,7 @@ def test_smollm2_every_prompt_in_every_variant(variant, smollm2_runner, goldens)
 @pytest.mark.long
 def test_smollm2_every_prompt_when_preempted(smollm2_runner, goldens):
     cases = goldens("smollm2")
-    engine = fresh_engine(smollm2_runner, num_blocks=45)
+    engine = fresh_engine(smollm2_runner, num_blocks=43)
     check_all(cases, run_to_end(engine, golden_requests(cases)))
     assert engine.stats().preemptions > 0
 
