@@ -50,12 +50,9 @@ class GgufCheckpoint:
           CheckpointError: not a whole GGUF file, or one that lacks metadata.
           UnsupportedOptionError: an architecture that is not supported.
         """
-        reader = _open(file)
+        reader, self.metadata = _open(file)
         self.name = name
         self.path = file
-        self.metadata: dict[str, Any] = {
-            field.name: field.contents() for field in reader.fields.values()
-        }
         self._stored = {tensor.name: tensor for tensor in reader.tensors}
         if "token_embd.weight" not in self._stored:
             raise CheckpointError(f"{file} has no tensor 'token_embd.weight'")
@@ -124,14 +121,15 @@ class _ArrayReader(gguf.GGUFReader):
         self._data = mapped.view(np.ndarray)
 
 
-def _open(file: Path) -> gguf.GGUFReader:
+def _open(file: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     if not file.is_file():
         raise ModelNotFoundError(f"there is no file {file}")
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise CheckpointError(f"{file} is not a GGUF file: it does not begin with 'GGUF'")
     try:
-        return _ArrayReader(file)
+        reader = _ArrayReader(file)
+        return reader, {field.name: field.contents() for field in reader.fields.values()}
     # why: what the reader meets first when bytes are missing depends on where the file ends
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise CheckpointError(f"{file} is not a whole GGUF file: {error}") from error

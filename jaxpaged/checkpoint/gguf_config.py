@@ -16,6 +16,18 @@ _ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
 }
 # general.file_type: 0 is all float32, 1 mostly float16; the rest is quantised or bfloat16.
+# What other models of these architectures scale or clip, by the name in a config.json. It is
+# passed on so that a model which needs it is refused by name.
+_MATHS_OPTIONS = {
+    "attention.clamp_kqv": "clip_qkv",
+    "attention.scale": "attention_multiplier",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "expert_count": "num_local_experts",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_scale": "logit_scale",
+    "residual_scale": "residual_multiplier",
+}
 _DTYPES = {0: "float32", 1: "float16"}
 
 
@@ -49,6 +61,10 @@ def to_hf_config(
         return value
 
     hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    for key, value in (("embedding_length", hidden_size), ("attention.head_count", num_heads)):
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{architecture}.{key}={value!r:.80} must be a positive integer")
+    head_dim = get("attention.key_length", hidden_size // num_heads)
     config = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": MODEL_TYPES[architecture],
@@ -57,7 +73,8 @@ def to_hf_config(
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
-        "head_dim": get("attention.key_length", hidden_size // num_heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
         "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
         "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(get("rope.freq_base", 10000.0)),
@@ -71,6 +88,9 @@ def to_hf_config(
         "eos_token_id": _eos_token_ids(metadata),
         "torch_dtype": _DTYPES.get(metadata.get("general.file_type", 0), "bfloat16"),
     }
+    for key, name in _MATHS_OPTIONS.items():
+        if f"{architecture}.{key}" in metadata:
+            config[name] = metadata[f"{architecture}.{key}"]
     if architecture == "gemma3":
         config["sliding_window"] = get("attention.sliding_window")
         config["query_pre_attn_scalar"] = config["head_dim"]

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpaged.errors import CheckpointError
+
 
 class Checkpoint(Protocol):
     """A located model. Making one reads no weights; each call of `tensor` reads one tensor.
@@ -40,12 +42,16 @@ class Checkpoint(Protocol):
 
 
 def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The end-of-sequence ids of all `configs` together; each names one, several or none."""
+    """The end-of-sequence ids of all `configs` together; each names one, several or none.
+
+    Raises:
+      CheckpointError: one of them is no id.
+    """
     ids: set[int] = set()
     for config in configs:
         value = config.get("eos_token_id")
-        if isinstance(value, int):
-            ids.add(value)
-        elif value is not None:
-            ids.update(value)
+        named = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) for i in named):
+            raise CheckpointError(f"eos_token_id={value!r} must be a token id or a list of them")
+        ids.update(named)
     return frozenset(ids)

@@ -58,6 +58,8 @@ class SafetensorsCheckpoint:
             weight_map = _read_json(index_file).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise CheckpointError(f"{index_file} has no weight_map")
+            if not all(isinstance(file, str) for file in weight_map.values()):
+                raise CheckpointError(f"{index_file}: its weight_map must name a file each")
             return weight_map
         return dict.fromkeys(_open(self.path / self._only_file()).keys(), self._only_file())
 

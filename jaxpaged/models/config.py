@@ -4,6 +4,7 @@ Two rules: a field that would change the maths and is not supported is refused b
 is derived where the config says it (`head_dim` is not always hidden_size / num_attention_heads).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -111,7 +112,7 @@ class ModelConfig:
             head_dim=_head_dim(config, hidden_size, num_q_heads),
             intermediate_size=_positive_int(config, "intermediate_size"),
             vocab_size=_positive_int(config, "vocab_size"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
             rope=_rope(config),
             max_model_len=max_model_len,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -150,6 +151,16 @@ def _positive_int(config: Config, name: str, default: int | None = None) -> int:
     return value
 
 
+def _positive_float(config: Config, name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise CheckpointError(f"config: {name}={value!r} must be a positive number")
+    return float(value)
+
+
 def _head_dim(config: Config, hidden_size: int, num_q_heads: int) -> int:
     if config.get("head_dim") is None and config["model_type"] == "qwen3":
         return 128
@@ -183,20 +194,15 @@ def _rope(config: Config) -> RopeConfig:
             f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported",
         )
     theta = settings.get("rope_theta", config.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
+    theta = _positive_float({"rope_theta": theta}, "rope_theta", 10000.0)
     if rope_type == "default":
         return RopeConfig(theta)
-    try:
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_len=int(settings["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"config: llama3 rope settings lack {error}") from None
+    wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    for name in wanted:
+        if name not in settings:
+            raise CheckpointError(f"config: llama3 rope settings lack {name!r}")
+    factor, low, high, original = (_positive_float(settings, name) for name in wanted)
+    return RopeConfig(theta, "llama3", factor, low, high, original_max_len=int(original))
 
 
 def _layer_windows(config: Config, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:

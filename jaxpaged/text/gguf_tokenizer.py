@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
 
 from jaxpaged.checkpoint.gguf import GgufCheckpoint
-from jaxpaged.errors import CheckpointError, UnsupportedOptionError
+from jaxpaged.errors import CheckpointError, JaxpagedError, UnsupportedOptionError
 from jaxpaged.text.parts import TokenizerParts
 
 _KEY = "tokenizer.ggml."
@@ -53,13 +53,20 @@ def build(checkpoint: GgufCheckpoint) -> TokenizerParts | None:
         )
     try:
         tokens: list[str] = metadata[_KEY + "tokens"]
+        ids = _named_ids(metadata, len(tokens))
         backend = builders[kind](metadata, tokens)
+        _add_special_tokens(backend, metadata, tokens)
+        _add_bos_and_eos(backend, metadata, ids["bos_token"], ids["eos_token"], tokens)
     except KeyError as error:
         raise CheckpointError(f"{checkpoint.path} lacks the metadata {error}") from error
-    _add_special_tokens(backend, metadata, tokens)
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: metadata.get(f"{_KEY}{key}_token_id") for name, key in names.items()}
-    _add_bos_and_eos(backend, metadata, ids["bos_token"], ids["eos_token"], tokens)
+    except JaxpagedError:
+        raise
+    # why: the library raises bare exceptions, of several lines, for merges and tokens that disagree
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: its vocabulary makes no sense: {reason}"
+        ) from error
     return TokenizerParts(
         backend=backend,
         eos_token_id=ids["eos_token"],
@@ -67,6 +74,17 @@ def build(checkpoint: GgufCheckpoint) -> TokenizerParts | None:
         chat_template=metadata.get("tokenizer.chat_template"),
         special_tokens={name: tokens[i] for name, i in ids.items() if i is not None},
     )
+
+
+def _named_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int | None]:
+    """Ids of the tokens with a role, by the role's name in Hugging Face's files."""
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"{_KEY}{key}_token_id") for name, key in names.items()}
+    for name, token_id in ids.items():
+        if token_id is not None and not 0 <= token_id < num_tokens:
+            key = f"{_KEY}{names[name]}_token_id"
+            raise CheckpointError(f"{key}={token_id} must be below {num_tokens}, the vocabulary")
+    return ids
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:

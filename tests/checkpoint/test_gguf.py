@@ -8,7 +8,10 @@ import pytest
 from helpers.tiny_gguf import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, model_tensors, write_gguf
 
 from jaxpaged.checkpoint import locate
+from jaxpaged.checkpoint.gguf import GgufCheckpoint
+from jaxpaged.checkpoint.gguf_config import to_hf_config
 from jaxpaged.errors import CheckpointError, UnsupportedOptionError
+from jaxpaged.models.config import ModelConfig
 
 
 def converted(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -144,6 +147,54 @@ def test_other_rope_factors_are_refused(tmp_path: Path, tensors):
     stored = tensors | {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(UnsupportedOptionError, match="RoPE"):
         locate(str(write_gguf(tmp_path / "m.gguf", tensors=stored)))
+
+
+def with_metadata(file: Path, **metadata: object) -> GgufCheckpoint:
+    """The checkpoint of `file`, its config read again with other metadata of its architecture."""
+    checkpoint = GgufCheckpoint(file, "m")
+    changes = {f"llama.{key.replace('__', '.')}": value for key, value in metadata.items()}
+    shapes = {name: (16, 64) for name in checkpoint._stored}
+    checkpoint.config = to_hf_config(checkpoint.metadata | changes, shapes, None)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("metadata", "line"),
+    [
+        ({"rope__dimension_count": 8}, "partial_rotary_factor=0.5"),
+        ({"expert_count": 8}, "num_local_experts=8"),
+        ({"attention__scale": 0.015625}, "attention_multiplier=0.015625"),
+        ({"attention__clamp_kqv": 8.0}, "clip_qkv=8.0"),
+        ({"embedding_scale": 12.0}, "embedding_multiplier=12.0"),
+        ({"residual_scale": 0.22}, "residual_multiplier=0.22"),
+        ({"logit_scale": 0.1}, "logit_scale=0.1"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ],
+)
+def test_what_would_change_the_maths_is_refused_by_name(tmp_path: Path, metadata, line: str):
+    file = write_gguf(tmp_path / "m.gguf")
+    ModelConfig.from_hf(with_metadata(file, rope__dimension_count=16, expert_count=0).config)
+    with pytest.raises(UnsupportedOptionError, match=f"llama with {line} is not supported"):
+        ModelConfig.from_hf(with_metadata(file, **metadata).config)
+
+
+@pytest.mark.parametrize("num_heads", [0, -4, "four", [4, 4]])
+def test_a_number_of_heads_that_is_none_is_named(tmp_path: Path, num_heads):
+    with pytest.raises(
+        CheckpointError, match=r"llama\.attention\.head_count=.* must be a positive"
+    ):
+        with_metadata(write_gguf(tmp_path / "m.gguf"), attention__head_count=num_heads)
+
+
+def test_metadata_that_is_no_text_is_one_clear_line(tmp_path: Path):
+    file = write_gguf(tmp_path / "m.gguf", chat_template="a template")
+    file.write_bytes(file.read_bytes().replace(b"a template", b"a \xffemplate"))
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf is not a whole GGUF file: 'utf-8'"
+    ) as error:
+        locate(str(file))
+    assert "\n" not in str(error.value)
 
 
 def test_other_architectures_are_refused(tmp_path: Path):

@@ -97,6 +97,13 @@ def test_a_truncated_file_is_one_clear_line(folder: Path, length: int):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("file", [5, None, ["model-1.safetensors"]])
+def test_an_index_that_names_no_file_is_one_clear_line(folder: Path, file):
+    write_shards(folder, SHARDS | {"b": file})
+    with pytest.raises(CheckpointError, match=r"index\.json: its weight_map must name a file each"):
+        locate(str(folder)).shapes()
+
+
 def test_several_files_without_an_index_are_refused(folder: Path):
     save_file({"a": A}, folder / "x.safetensors")
     save_file({"b": B}, folder / "y.safetensors")
@@ -126,6 +133,12 @@ def test_a_folder_without_config_is_no_model(tmp_path: Path):
 def test_eos_ids_are_a_union():
     ids = eos_token_ids({"eos_token_id": 1}, {"eos_token_id": [2, 3]}, {}, {"eos_token_id": None})
     assert ids == {1, 2, 3}
+
+
+@pytest.mark.parametrize("value", [1.5, "2", [2, "x"], [True], {"a": 1}])
+def test_eos_ids_that_are_none_are_named(value):
+    with pytest.raises(CheckpointError, match=r"eos_token_id=.* must be a token id or a list"):
+        eos_token_ids({"eos_token_id": 1}, {"eos_token_id": value})
 
 
 def test_golden_models_are_readable():

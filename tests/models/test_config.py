@@ -166,6 +166,18 @@ def test_all_reasons_are_listed():
         ({"num_key_value_heads": 3}, r"num_q_heads=8.*num_kv_heads=3"),
         ({"head_dim": 15}, "head_dim=15"),
         ({"rope_scaling": {"type": "llama3"}}, "'factor'"),
+        (
+            {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"factor": "x"}},
+            "factor='x' must be a positive",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3"} | LLAMA3 | {"factor": 0}},
+            "factor=0 must be a positive",
+        ),
+        ({"rope_theta": "x"}, "rope_theta='x' must be a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
+        ({"rms_norm_eps": [1e-6]}, r"rms_norm_eps=\[1e-06\] must be a positive number"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
     ],
 )
