@@ -155,8 +155,7 @@ def _positive_float(config: Config, name: str, default: float | None = None) -> 
     value = config.get(name)
     if value is None:
         value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CheckpointError(f"config: {name}={value!r} must be a positive number")
     return float(value)
 

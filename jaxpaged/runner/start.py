@@ -40,6 +40,12 @@ def start_runner(config: EngineConfig, checkpoint: Checkpoint, cache_home: Path)
     if dtype not in DTYPES:
         raise InvalidFieldError("dtype", f"{dtype=} must be one of {', '.join(DTYPES)}")
     _check_before_loading(config, model)
+    if dtype == "float16" and model.dtype != dtype:
+        logger.warning(
+            "dtype=float16 holds no number above 65504, the checkpoint's %s does: where one comes "
+            "up, requests end with NON_FINITE_LOGITS",
+            model.dtype,
+        )
     start = time.monotonic()
     mesh = tensor_mesh(config.tensor_parallel)
     weights = load_weights(
@@ -247,10 +253,11 @@ def _executable_store(folder: Path, mesh: Mesh) -> ExecutableStore | None:
     """Where accelerators keep programs.
 
     Not so the CPU: there XLA's programs are for the very features of one processor, implementations
-    may call back into Python, and lowering is quick.
+    may call back into Python, and lowering is quick. Nobody keeps any where JAX's own cache is
+    switched off: JAX_ENABLE_COMPILATION_CACHE=0.
     """
     devices = mesh.devices.flatten().tolist()
-    if devices[0].platform == "cpu":
+    if devices[0].platform == "cpu" or not jax.config.jax_enable_compilation_cache:
         return None
     try:
         return ExecutableStore(folder, devices)

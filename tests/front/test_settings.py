@@ -88,6 +88,15 @@ def test_a_context_longer_than_the_model_was_made_for_is_said(caplog):
     assert "max_model_len=513 is more than the 512" in caplog.text
 
 
+@pytest.mark.parametrize(("dtype", "warns"), [("float16", True), ("bfloat16", False)])
+def test_a_checkpoint_that_float16_may_not_hold_is_said(dtype, warns, caplog):
+    options = {"max_num_seqs": 1, "max_num_tokens": 16, "num_blocks": 8}
+    with LLM(str(GOLDENS / "tiny_qwen3"), dtype=dtype, **options) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert len(output.completions[0].token_ids) == 2
+    assert ("no number above 65504, the checkpoint's float32 does" in caplog.text) == warns
+
+
 # --- defaults of the model ---------------------------------------------------------------------
 
 

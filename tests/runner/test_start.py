@@ -1,5 +1,10 @@
 """What a start decides from the memory."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
@@ -40,6 +45,37 @@ def test_a_small_pool_loses_nothing(tiny_runner, monkeypatch):
         blocks_that_fit(runner, monkeypatch, other_bytes + i * block_bytes) for i in range(200)
     ]
     assert sizes == list(range(1, 201))
+
+
+def test_compiled_programs_are_kept_unless_the_user_has_decided(tmp_path: Path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        start._keep_compiled_programs(tmp_path / "ours")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
+        start._keep_compiled_programs(tmp_path / "another")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "ours")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_on", "is_kept"),
+    [("gpu", True, True), ("tpu", True, True), ("gpu", False, False), ("cpu", True, False)],
+)
+def test_the_store_can_be_switched_off(platform, is_on, is_kept, tmp_path, monkeypatch):
+    """B82: where a start from kept programs fails, another one must be possible."""
+    monkeypatch.setattr(start, "ExecutableStore", lambda folder, devices: folder)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", is_on)
+        store = start._executable_store(tmp_path, mesh)  # pyright: ignore[reportArgumentType]
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+    assert store == (tmp_path if is_kept else None)
 
 
 def _fits(runner, monkeypatch, memory_bytes: int) -> bool:
