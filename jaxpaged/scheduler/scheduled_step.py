@@ -20,6 +20,7 @@ class ScheduledStep:
       scored: whose prompt each of `plan.prompt_chunks` is from, and where in it the chunk begins.
       matches: cached prefixes looked up while it was scheduled; some may be evicted since.
       preempted: ids of sequences whose blocks were taken after this step was scheduled.
+      started_rows: those in `plan.starts`.
     """
 
     plan: StepPlan
@@ -30,6 +31,7 @@ class ScheduledStep:
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     matches: dict[Sequence, PrefixMatch] = field(default_factory=dict)
     preempted: set[int] = field(default_factory=set)
+    started_rows: set[int] = field(default_factory=set)
 
     def close_decodes(self) -> None:
         """Completes the lists once all decode rows are in `plan.rows` and `scheduled`."""
@@ -43,8 +45,13 @@ class ScheduledStep:
 
     def start_row(self, sequence: Sequence) -> None:
         """The sequence took a row and has its first blocks."""
-        params = sequence.request.source.params
-        start = RowStart(row_of(sequence), params, sequence.seed)
+        params, row = sequence.request.source.params, row_of(sequence)
+        if row in self.started_rows:
+            # A beam that forked in this step was preempted before it computed anything.
+            self.plan.starts = [start for start in self.plan.starts if start.row != row]
+            self.plan.table_updates = [u for u in self.plan.table_updates if u[0] != row]
+        self.started_rows.add(row)
+        start = RowStart(row, params, sequence.seed)
         if params.adjusts_logits:
             start = replace(
                 start,

@@ -5,6 +5,7 @@ from helpers.requests import make_beam_request, make_request, prompt
 from helpers.scheduler_driver import Driver, make_config
 
 from jaxpaged.request import SequenceStatus
+from jaxpaged.scheduler.scheduled_step import ScheduledStep
 from jaxpaged.step_plan import StepPlan
 
 
@@ -64,6 +65,19 @@ def test_beams_that_wait_keep_no_rows_from_those_they_wait_for():
     driver.step()
     assert driver.scheduler.roster.num_preemptions == 1
     driver.run()
+
+
+def test_a_row_that_changes_hands_within_a_step_is_started_once():
+    """A beam forks into it, and is preempted before it computes anything; another one takes it."""
+    driver = start(6, beam_width=2, max_tokens=3)
+    driver.step()
+    beam, step = driver.sequence("a"), ScheduledStep(StepPlan(9), 64)
+    step.start_row(beam)
+    assert step.plan.table_updates == [(0, 0, 1), (0, 1, 2)]
+    beam.block_table = [3]
+    step.start_row(beam)
+    assert [start.row for start in step.plan.starts] == [0]
+    assert step.plan.table_updates == [(0, 0, 3)]
 
 
 def test_a_search_does_not_wait_for_another_request_to_end():
