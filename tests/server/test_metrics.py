@@ -71,7 +71,8 @@ def test_running_requests_show(llm: AsyncLLM):
         calls = [
             service.stub.Stream(pb.StreamRequest(request=ask([row], 300))) for row in range(10)
         ]
-        await until(lambda: service.llm.live.num_queued == 2)
+        live = service.llm.live
+        await until(lambda: len(live) == 10 and live.num_queued == 2)
         values = await scrape(service)
         assert values["jaxpaged_num_requests_running"] == 8
         assert values["jaxpaged_num_requests_waiting"] == 2
