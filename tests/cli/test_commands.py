@@ -83,6 +83,9 @@ def test_client_streams_from_a_server_without_loading_jax():
         done = run(CLIENT, address, "--chat", "--n", "2", "hi")
         text = "".join(ANSWER)
         assert done.stdout.splitlines() == [f"[0] seed 99: {text}", f"[1] seed 100: {text}"]
+        # As the quickstart asks: a prompt may begin with a dash.
+        done = run(CLIENT, address, "--chat", "--n", "1", "--", "-안녕")
+        assert (done.returncode, done.stdout) == (0, f"{text}\n")
         done = run(CLIENT, address, "hi", "--stats", "--admin-address", address)
         assert done.returncode == 1 and "UNIMPLEMENTED" in done.stderr
 
