@@ -159,3 +159,19 @@ def test_smollm2_streams_text(smollm2_runner, goldens):
         assert "Paris" in client.tokenizer.decode(tokens)
 
     with_client(smollm2_runner, tokenizer, use)
+
+
+@pytest.mark.long
+def test_smollm2_streams_every_prompt(smollm2_runner, goldens):
+    cases = goldens("smollm2")
+
+    def use(client: Client) -> None:
+        for _ in range(2):  # then with a warm cache
+            with ThreadPoolExecutor(len(cases)) as threads:
+                prompts = [case["prompt_token_ids"] for case in cases]
+                streams = threads.map(lambda prompt: list(client.stream(prompt, GREEDY)), prompts)
+            for case, deltas in zip(cases, streams, strict=True):
+                check_continuation(case, [i for delta in deltas for i in delta.token_ids])
+        assert client.stats().cached_prompt_tokens > 1000
+
+    with_client(smollm2_runner, None, use)
