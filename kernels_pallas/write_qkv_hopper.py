@@ -23,7 +23,7 @@ from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
 RUN = 16  # tokens in slots side by side that leave in one TMA box: no block is smaller
-MAX_SPLIT_TOKENS = 512
+MAX_SMALL = 512  # tokens
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class _Shape:
     block_size: int
     num_tokens: int
     box: int  # tokens that one TMA box takes
-    parts: int  # programs that share the keys or values of one head and tile
+    is_small: bool
     eps: float | None  # None: no norms
     dtype: jnp.dtype
+
+    @property
+    def parts(self) -> int:
+        """Programs that share the keys or values of one head and tile."""
+        return MMA_ROWS // RUN if self.is_small and self.num_tokens > RUN else 1
 
 
 def can_write(heads: Any, pool: KVPool) -> bool:
@@ -83,7 +88,7 @@ def write_qkv(
         block_size=pool.block_size,
         num_tokens=num_tokens,
         box=min(MMA_ROWS, padded),
-        parts=MMA_ROWS // RUN if RUN < num_tokens <= MAX_SPLIT_TOKENS else 1,
+        is_small=num_tokens <= MAX_SMALL,
         eps=None if norms is None else norms.eps,
         dtype=heads.dtype,
     )
@@ -145,7 +150,6 @@ def _program(
             there,
         )
     plgpu.copy_gmem_to_smem(slots_ref.at[pl.ds(first_token, MMA_ROWS)], slots_sm, there)
-    plgpu.barrier_wait(there)
 
     def load(i):
         return plgpu.load(halves_sm.at[i], layout=plgpu.Layout.WGMMA)
@@ -183,11 +187,21 @@ def _program(
 
     @pl.when(kind == group + 1)
     def _value():
+        plgpu.barrier_wait(there)
         write_rows(load(0), load(1), plane=1)
 
     @pl.when(kind <= group)
     def _query_or_key():
-        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        def load_angles():
+            tokens = pl.ds(first_token, MMA_ROWS)
+            return [
+                plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
+                for ref in (cos_ref, sin_ref)
+            ]
+
+        # In a small step one program's time counts, in a large one registers: how many run at once.
+        angles = load_angles() if shape.is_small else None
+        scales = []
         if shape.eps is not None:
             is_key = jnp.where(kind == group, 1.0, 0.0)
             scales = [
@@ -195,12 +209,11 @@ def _program(
                 + _load_row(q_scale_ref.at[half]) * (1.0 - is_key)
                 for half in halves
             ]
+        plgpu.barrier_wait(there)
+        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        if shape.eps is not None:
             first, second = _norm(first, second, scales, shape)
-        tokens = pl.ds(first_token, MMA_ROWS)
-        cos, sin = (
-            plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
-            for ref in (cos_ref, sin_ref)
-        )
+        cos, sin = angles or load_angles()
         turned = (first * cos - second * sin).astype(shape.dtype)
         other = (second * cos + first * sin).astype(shape.dtype)
 

@@ -201,7 +201,7 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
 
     def sliced(dump_folder: Path) -> Program:
         with mock.patch.object(attention_hopper, "own_lens", lambda lens: lens):
-            return compile_step(mesh, TINY_QWEN3, Bucket(64, 64), step_folder, dump_folder)
+            return compile_step(mesh, TINY_QWEN3, Bucket(256, 64), step_folder, dump_folder)
 
     for name, compile_it, wanted in (
         ("control: a pool that is not donated", copied, ("copies of", "in place")),
