@@ -172,10 +172,13 @@ def attend(
         interpret=interpret,
     )
     if writes_whole_rows(group, pool.lanes):
-        return decode(out=out)
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
-    first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
-    return jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+        out = decode(out=out)
+    else:
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
+        first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
+        out = jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+    # Not before: the decode kernel would be handed a slice in place, and write into another array.
+    return out[: metadata.num_tokens]
 
 
 def own_lens(lens: Int32[Array, " num_rows"]) -> Int32[Array, " num_rows"]:

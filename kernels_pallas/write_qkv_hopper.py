@@ -105,7 +105,11 @@ def write_qkv(
             plgpu.SMEM((MMA_ROWS,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Otherwise Mosaic chooses layouts of buffers that have none: it swizzled the rows', and forgot
+        # that where some columns are stored at a time.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         **interpreted_options(interpret),
     )
     data = jax.new_ref(pool.data)
