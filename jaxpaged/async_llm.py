@@ -266,14 +266,15 @@ class AsyncLLM:
     async def update_weights(self, checkpoint_path: str, weights_version: str) -> None:
         """Takes the weights of another checkpoint; what runs then fails with WeightsChangedError.
 
+        Cancelling the call does not stop a change under way: `info` tells the version then.
+
         Raises:
           JaxpagedError: they cannot be loaded or are of another structure; nothing has changed.
         """
         done = self.engine.update_weights(checkpoint_path)
         # why a callback: it must come before the outputs of the aborts that the update made
-        done.add_done_callback(self._on_weights_changed)
-        await asyncio.wrap_future(done)
-        self._weights_version = weights_version
+        done.add_done_callback(partial(self._on_weights_changed, weights_version))
+        await asyncio.shield(asyncio.wrap_future(done))
 
     def close(self) -> None:
         """Stops the engine and frees the device's memory; what runs fails. Idempotent."""
@@ -343,8 +344,11 @@ class AsyncLLM:
         if self._loop is not None:
             call_soon(self._loop, self.live.fail_all, error)
 
-    def _on_weights_changed(self, done: Future[None]) -> None:
+    def _on_weights_changed(self, weights_version: str, done: Future[None]) -> None:
         """Called in a thread of the client's."""
-        if self._loop is not None and not done.cancelled() and done.exception() is None:
+        if done.exception() is not None:
+            return
+        self._weights_version = weights_version
+        if self._loop is not None:
             error = WeightsChangedError("the weights were replaced while the request ran")
             call_soon(self._loop, self.live.fail_all, error)
