@@ -304,10 +304,11 @@ class AsyncLLM:
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
         engine_id = f"{self._num_requests}"
-        request = await self._maker.make(engine_id, prompt, params, length_penalty)
-        processor = request.params.logits_processor
-        if processor is not None:
-            await asyncio.to_thread(self.engine.prepare, processor)
+        with self.live.arriving():
+            request = await self._maker.make(engine_id, prompt, params, length_penalty)
+            processor = request.params.logits_processor
+            if processor is not None:
+                await asyncio.to_thread(self.engine.prepare, processor)
         # why only now: nothing below waits, so that no two calls can pass the checks together
         if request_id in self.live:
             raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")

@@ -49,7 +49,7 @@ class InferenceService:
             request_id=call.request_id,
             return_text=wants(request.output, "text"),
             queue_timeout_s=_seconds(request, "queue_timeout"),
-            on_accepted=partial(_tell_accepted, call),
+            on_accepted=partial(self._tell_accepted, call),
         )
         return output_to_proto(output, llm.info, request.output)
 
@@ -72,7 +72,7 @@ class InferenceService:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Accepted):
-                    await _tell_accepted(call)
+                    await self._tell_accepted(call)
                 message = event_to_proto(event, llm.info, source.output)
                 if message is None:
                     continue
@@ -129,6 +129,11 @@ class InferenceService:
         self._state.admit()
         return self._loaded(request.model)
 
+    async def _tell_accepted(self, call: Call) -> None:
+        """Initial metadata: the client knows before any token that the request is queued."""
+        self._state.admit()  # again: a long prompt took its time, and a drain may have begun
+        await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
+
     def _min_tokens(self, options: pb.StreamOptions, n: int) -> int:
         """Pending tokens of n sequences must never pass for those of a slow reader."""
         value, limit = options.min_tokens_per_message, self._config.max_pending_tokens // n
@@ -144,11 +149,6 @@ class InferenceService:
         if model not in ("", llm.info.model):
             raise ModelNotFoundError(f"{model=} is not loaded; this server has {llm.info.model!r}")
         return llm
-
-
-async def _tell_accepted(call: Call) -> None:
-    """Initial metadata: the client knows before any token that the request is queued."""
-    await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
 
 
 def _seconds(message: Message, name: str, minimum: float = 0.0) -> float | None:

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import psutil
 import pytest
-from helpers.running_service import Service, ask, run_service
-from helpers.served_engines import make_llm, solo_tokens
+from helpers.running_service import Service, ask, run_service, until
+from helpers.served_engines import hold_long_texts, long_text, make_llm, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
 
@@ -59,6 +60,32 @@ def test_a_full_queue_refuses_before_it_works_on_the_prompt(llm: AsyncLLM):
             await service.stub.Generate(ask([10**9], 5))
 
     run_service(llm, body)
+
+
+def test_prompts_that_are_still_tokenised_wait_in_the_queue_too(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
+    """Else a flood of long texts would pile up before the tokenizer, however short the queue."""
+    may_go = hold_long_texts(llm, monkeypatch)
+    monkeypatch.setattr(llm, "config", replace(llm.config, max_queued_requests=3))
+
+    async def body(service: Service) -> None:
+        long = [service.stub.Generate(long_text()) for _ in range(3)]
+        await until(lambda: llm.live.num_queued == 3)
+        with pytest.raises(grpc.aio.AioRpcError, match="3 requests wait already"):
+            await service.stub.Generate(ask([1], 3))
+        long[0].cancel()
+        await until(lambda: llm.live.num_queued == 2)
+        waits = service.stub.Generate(ask([1], 3))
+        assert list((await waits).completions[0].token_ids) == solo_tokens([1], 3)
+        may_go.set()
+        for call in long[1:]:
+            assert len((await call).completions[0].token_ids) == 2
+
+    try:
+        run_service(llm, body)
+    finally:
+        may_go.set()
 
 
 def soak(llm: AsyncLLM, num_requests: int) -> None:
