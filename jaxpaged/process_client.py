@@ -13,7 +13,6 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -47,6 +46,8 @@ _MAX_BACKOFF_S = 30.0
 # An engine that has run so long was sound: its end does not count with those before it.
 _SOUND_AFTER_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
+# The path of a Unix socket has about a hundred characters at most, some systems' TMPDIR has more.
+_MAX_TMPDIR_LENGTH = 70
 
 
 def start_in_process(
@@ -97,7 +98,7 @@ class ProcessEngineClient:
         self._max_restarts = max_restarts
         self._backoff_s = backoff_s
         self._spawn = multiprocessing.get_context("spawn")
-        self._folder = Path(tempfile.mkdtemp(prefix="jaxpaged-"))
+        self._folder = ""  # of the socket, while an engine's process starts
         self._checkpoint_path: str | None = None
         self._mailbox = Mailbox()
         self._closing = threading.Event()
@@ -162,7 +163,6 @@ class ProcessEngineClient:
                 self._started.set_exception(error)
         self._mailbox.set_state(EngineState.CLOSED)
         self._mailbox.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep_running(self) -> None:
         """Runs one process after the other, until it is told to stop or too many have died."""
@@ -186,7 +186,8 @@ class ProcessEngineClient:
 
     def _run_process(self) -> JaxpagedError:
         """One process, from its start to its end; returns why it ended."""
-        address = f"ipc://{self._folder / 'engine'}"
+        self._folder = _make_folder()
+        address = f"ipc://{self._folder}/engine"
         with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
             pair.set(zmq.LINGER, 0)
             pair.set(zmq.SNDHWM, 0)  # never wait for a stuck engine; the queue limit bounds it
@@ -205,6 +206,7 @@ class ProcessEngineClient:
                 failure = self._talk(pair, process.sentinel)
             finally:
                 self._end(process)
+                self._remove_folder()
             if failure is not None:
                 return failure
             return JaxpagedError(f"the engine's process ended with code {process.exitcode}")
@@ -235,6 +237,7 @@ class ProcessEngineClient:
         message = decode_engine_message(data)
         match message:
             case Ready():
+                self._remove_folder()  # both are connected: a killed server leaves no files
                 self._mailbox.set_state(EngineState.READY)
                 if not self._started.done():
                     self._started.set_result(message.config)
@@ -249,6 +252,9 @@ class ProcessEngineClient:
                     self._on_outputs(message.outputs)
         return None
 
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _lose(self, state: EngineState, error: JaxpagedError) -> None:
         self._mailbox.lose(state, error)
         self._on_died(error)
@@ -258,3 +264,9 @@ class ProcessEngineClient:
         if process.exitcode is None:
             process.kill()
         process.join()
+
+
+def _make_folder() -> str:
+    """For a socket that only this user can reach."""
+    is_short = len(tempfile.gettempdir()) <= _MAX_TMPDIR_LENGTH
+    return tempfile.mkdtemp(prefix="jaxpaged-", dir=None if is_short else "/tmp")

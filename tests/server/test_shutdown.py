@@ -1,10 +1,13 @@
 """The end of a server, in every way: drained, told twice, killed, or without its engine."""
 
+import contextlib
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.served_command import Command, serve_command, wait_until
@@ -87,9 +90,33 @@ def test_a_second_signal_ends_it_at_once():
         command.wait_for_no_orphan()
 
 
-def test_no_engine_outlives_a_killed_server():
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_no_engine_outlives_a_killed_server(
+    is_stuck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stuck: not one of its threads runs, as while a library holds the interpreter."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serve_command() as command:
+        if is_stuck:
+            command.engine.suspend()
         command.process.kill()
+        try:
+            command.wait_for_no_orphan()
+            assert not list(tmp_path.iterdir()), "it left files behind"
+        finally:
+            for child in command.children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+def test_a_stuck_engine_does_not_hold_up_the_end():
+    with serve_command("--stop-grace-s=0.1") as command, Client(command.address) as client:
+        reader = Reader(client, [1, 2], 600)
+        command.engine.suspend()
+        command.process.send_signal(signal.SIGTERM)
+        reader.join(20)
+        assert isinstance(reader.error, errors.ServerDrainingError)
+        assert command.process.wait(20) == 0
         command.wait_for_no_orphan()
 
 
