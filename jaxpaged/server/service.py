@@ -19,6 +19,7 @@ from jaxpaged.errors import (
 from jaxpaged.outputs import Accepted
 from jaxpaged.sampling_params import MAX_LOGPROBS, MAX_N
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.request_size import check_prompt_size, check_size
 from jaxpaged.server.rpc import Call
 from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import inference_pb2 as pb
@@ -82,6 +83,7 @@ class InferenceService:
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         llm = self._loaded(request.model)
+        check_prompt_size(request, llm.info)
         tokenizer = _tokenizer(llm)
         add_special_tokens = (
             request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -127,7 +129,9 @@ class InferenceService:
         """Checks what only the wire has, and settles the request id."""
         call.request_id = check_request_id(request.request_id)
         self._state.admit()
-        return self._loaded(request.model)
+        llm = self._loaded(request.model)
+        check_size(request, llm.info)
+        return llm
 
     async def _tell_accepted(self, call: Call) -> None:
         """Initial metadata: the client knows before any token that the request is queued."""

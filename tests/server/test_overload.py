@@ -13,6 +13,8 @@ from helpers.running_service import Service, ask, run_service, until
 from helpers.served_engines import hold_long_texts, long_text, make_llm, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.server import service as service_module
+from jaxpaged.v1 import inference_pb2 as pb
 
 CODE = grpc.StatusCode
 
@@ -86,6 +88,44 @@ def test_prompts_that_are_still_tokenised_wait_in_the_queue_too(
         run_service(llm, body)
     finally:
         may_go.set()
+
+
+def test_lists_that_are_too_long_are_refused_before_they_are_copied(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
+    """A copy of what 64 MiB can hold takes seconds, in which nobody gets an answer."""
+
+    def copies(request: Any) -> Any:
+        raise AssertionError("it was copied")
+
+    monkeypatch.setattr(service_module, "prompt_from_proto", copies)
+    monkeypatch.setattr(service_module, "params_from_proto", copies)
+    many = range(1, 700)
+    messages = [{"role": "user"}] * len(many)
+    requests = [
+        (pb.GenerateRequest(token_ids={"ids": many}), "max_model_len=640"),
+        (pb.GenerateRequest(chat={"messages": messages}), "max_model_len=640"),
+        (pb.GenerateRequest(sampling={"allowed_token_ids": many}), "at most 260"),
+        (pb.GenerateRequest(sampling={"logit_bias": dict.fromkeys(many, 1.0)}), "at most 260"),
+        (pb.GenerateRequest(stop={"stop_token_ids": many}), "at most 260"),
+        (pb.GenerateRequest(stop={"stop": ["x"] * len(many)}), "at most 16"),
+    ]
+
+    async def body(service: Service) -> None:
+        stub = service.stub
+        calls = [(stub.Generate(request), match) for request, match in requests]
+        calls += [
+            (stub.Stream(pb.StreamRequest(request=request)).read(), match)
+            for request, match in requests
+        ]
+        tokenize = pb.TokenizeRequest(chat={"messages": messages})
+        calls.append((stub.Tokenize(tokenize), "max_model_len=640"))
+        for call, match in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match=match) as caught:
+                await call
+            assert caught.value.code() is CODE.INVALID_ARGUMENT
+
+    run_service(llm, body)
 
 
 def soak(llm: AsyncLLM, num_requests: int) -> None:
