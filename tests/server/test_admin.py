@@ -155,5 +155,24 @@ def test_messages_above_the_limit_are_refused():
     with_server(body, max_request_bytes=2000)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_above_the_limit_end_their_call_alone(is_stream: bool):
+    async def body(running: Running) -> None:
+        running.llm.texts = ["x" * 3000]
+        request = pb.GenerateRequest(text="x")
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+            if is_stream:
+                async for _ in running.stub.Stream(pb.StreamRequest(request=request)):
+                    pass
+            else:
+                await running.stub.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        running.llm.texts = ["short"]
+        answer = await running.stub.Generate(request)
+        assert answer.completions[0].text == "short" and running.llm.running == set()
+
+    with_server(body, max_request_bytes=2000)
+
+
 async def _answer(call):
     return await asyncio.wait_for(call, timeout=10)

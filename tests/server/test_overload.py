@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from helpers.running_service import Service, ask, run_service, until
+from helpers.running_service import Service, ask, run_service, tokens_of, until
 from helpers.served_engines import hold_long_texts, long_text, make_llm, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
@@ -128,52 +128,64 @@ def test_lists_that_are_too_long_are_refused_before_they_are_copied(
     run_service(llm, body)
 
 
+async def one_of_many(service: Service, number: int) -> None:
+    """Five of eight kinds are answered, unary or streamed; the others are refused or go away."""
+    prompt, max_tokens, n = [number % 90, number % 7, 3], 1 + number % 12, 1 + number % 2
+    request = ask(prompt, max_tokens, seed=number, n=n)
+    kind = ("cancel", "refuse", "stream", "leave", "late", *["generate"] * 3)[number % 8]
+    if kind == "refuse":
+        request.sampling.top_p = 7
+    timeout_s = 0.005 if kind == "late" else None
+    tokens: dict[int, list[int]] = {}
+    try:
+        if kind in ("stream", "leave"):
+            call: Any = service.stub.Stream(pb.StreamRequest(request=request))
+            if kind == "leave":
+                await call.read()
+                call.cancel()
+            tokens = await tokens_of(call)
+        else:
+            call = service.stub.Generate(request, timeout=timeout_s)
+            if kind == "cancel":
+                await asyncio.sleep(0.005)
+                call.cancel()
+            tokens = {c.index: list(c.token_ids) for c in (await call).completions}
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        assert kind not in ("stream", "generate")
+        return
+    for index in range(n):
+        assert tokens[index] == solo_tokens(prompt, max_tokens, number + index)
+
+
 def soak(llm: AsyncLLM, num_requests: int) -> None:
-    """Mixed requests, some of which go away; everything is as before at the end."""
-    process = psutil.Process()
+    """Mixed requests; everything is as before at the end, in both processes."""
+    engine: Any = llm.engine
+    processes = [psutil.Process(), psutil.Process(engine.process_id)]
 
-    def resources() -> tuple[int, int]:
-        return process.num_threads(), process.num_fds()
+    def resources() -> list[tuple[int, int]]:
+        return [(process.num_threads(), process.num_fds()) for process in processes]
 
-    async def one(service: Service, number: int) -> None:
-        kind = number % 8
-        request = ask([number % 90, number % 7, 3], 1 + number % 12, seed=number, n=1 + number % 2)
-        call: Any = service.stub.Generate(request)
-        if kind == 0:
-            await asyncio.sleep(0.005)
-            call.cancel()
-        elif kind == 1:
-            request.sampling.top_p = 7
-            call = service.stub.Generate(request)
-        try:
-            answer = await call
-        except (grpc.aio.AioRpcError, asyncio.CancelledError):
-            assert kind in (0, 1)
-            return
-        for index in range(request.sampling.n):
-            expected = solo_tokens([number % 90, number % 7, 3], 1 + number % 12, number + index)
-            assert list(answer.completions[index].token_ids) == expected
+    def memory() -> list[int]:
+        return [process.memory_info().rss for process in processes]
 
     async def body(service: Service) -> None:
         todo = iter(range(num_requests))
 
         async def client() -> None:
             for number in todo:
-                await one(service, number)
-
-        async def clients() -> None:
-            await asyncio.gather(*(client() for _ in range(32)))
-            await service.idle_stats()
+                await one_of_many(service, number)
 
         for number in range(200):  # what is only made once is made now
-            await one(service, number)
-        before, memory = resources(), process.memory_info().rss
-        await clients()
+            await one_of_many(service, number)
+        before, memory_before = resources(), memory()
+        await asyncio.gather(*(client() for _ in range(32)))
+        await service.idle_stats()
         end = time.monotonic() + 20
         while resources() != before and time.monotonic() < end:
             await asyncio.sleep(0.1)
         assert resources() == before
-        assert process.memory_info().rss - memory < 50 * 2**20
+        for now, then in zip(memory(), memory_before, strict=True):
+            assert now - then < 50 * 2**20
 
     run_service(llm, body, timeout_s=280)
 
