@@ -1,10 +1,9 @@
-"""Requests whose every field may hold anything, before a real front: refused or answered, no more."""
+"""Requests whose every field may hold anything, before a real front: refused or answered."""
 
 import random
 from typing import Any
 
 import grpc
-import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from helpers.running_service import Service, ask, run_service

@@ -85,9 +85,7 @@ def test_a_deadline_that_passes_does_not_hide_the_change(llm: AsyncLLM, tmp_path
     """The engine is stuck in a step when it is asked, and takes the weights after it."""
     (tmp_path / "config.json").write_text("{}")
     version = f"late {id(llm)}"
-    update = admin_pb2.UpdateWeightsRequest(
-        checkpoint_path=str(tmp_path), weights_version=version
-    )
+    update = admin_pb2.UpdateWeightsRequest(checkpoint_path=str(tmp_path), weights_version=version)
 
     async def body(service: Service) -> None:
         running = service.stub.Generate(ask([STALL], 600))
