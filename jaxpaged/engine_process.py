@@ -23,6 +23,7 @@ import zmq
 from jaxpaged.engine_messages import (
     Ask,
     Close,
+    Connected,
     Failure,
     FinishSequence,
     Ready,
@@ -65,6 +66,7 @@ def run_engine(
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set(zmq.LINGER, 1000)
         socket.connect(address)
+        socket.send(encode(Connected()))
         try:
             engine = make_engine()
             if checkpoint_path is not None:

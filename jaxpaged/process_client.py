@@ -25,6 +25,7 @@ from jaxpaged.engine_client import EngineClient, EngineState, OnDied, OnOutputs
 from jaxpaged.engine_mailbox import Mailbox
 from jaxpaged.engine_messages import (
     Close,
+    Connected,
     FinishSequence,
     Ready,
     StartFailed,
@@ -258,8 +259,9 @@ class ProcessEngineClient:
     def _take(self, data: bytes) -> JaxpagedError | None:
         message = decode_engine_message(data)
         match message:
+            case Connected():
+                self._remove_folder()  # now already: a killed server leaves no files
             case Ready():
-                self._remove_folder()  # both are connected: a killed server leaves no files
                 self._mailbox.set_state(EngineState.READY)
                 if not self._started.done():
                     self._started.set_result(message.config)

@@ -10,7 +10,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.served_command import Command, serve_command, wait_until
+from helpers.served_command import Command, loading_command, serve_command, wait_until
 from helpers.served_engines import EXIT, solo_tokens
 
 from jaxpaged import errors
@@ -107,6 +107,23 @@ def test_no_engine_outlives_a_killed_server(
             for child in command.children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_while_it_loads_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with loading_command() as process:
+        # the engine has connected: it has removed the socket's folder again
+        wait_until(lambda: any(tmp_path.iterdir()))
+        wait_until(lambda: not any(tmp_path.iterdir()))
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive and not any(tmp_path.iterdir())
 
 
 def test_a_stuck_engine_does_not_hold_up_the_end():
