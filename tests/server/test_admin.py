@@ -145,6 +145,26 @@ def test_a_port_in_use_is_one_clear_line():
     with_server(body)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 65536),
+        ("max_request_bytes", -1),
+        ("max_pending_tokens", 0),
+        ("stop_grace_s", -0.5),
+        ("stop_grace_s", float("nan")),
+        ("max_engine_restarts", -1),
+        ("keepalive_time_s", 0.0),
+        ("keepalive_timeout_s", -1.0),
+        ("stall_timeout_s", 0.0),
+        ("max_messages_per_s", 0.0),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+        ServerConfig(**{name: value})
+
+
 def test_messages_above_the_limit_are_refused():
     async def body(running: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
