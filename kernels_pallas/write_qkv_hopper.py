@@ -2,7 +2,7 @@
 
 A program takes one head of up to MMA_ROWS tokens: queries and keys are normed and turned as in
 `norm_rope.split_heads`, queries written out as the attention kernels want them, keys and values
-into their slots, a TMA box a token or a run of them. Boxes are slow to issue, so that in small steps
+into their slots, a copy a token or a run of them. Copies are slow to issue, so that in small steps
 several programs share the tokens of a head. XLA needs six kernels for all of this, the scatter the
 slowest.
 """
@@ -22,8 +22,9 @@ from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
-RUN = 16  # tokens in slots side by side that leave in one TMA box: no block is smaller
-MAX_SMALL = 512  # tokens
+RUN = 16  # tokens in slots side by side that leave in one copy: no block is smaller
+MAX_PROGRAMS = 264  # that run at once: registers leave room for two a multiprocessor
+MAX_EARLY = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,10 @@ class _Shape:
     block_size: int
     num_tokens: int
     box: int  # tokens that one TMA box takes
-    is_small: bool
+    parts: int  # programs that share the keys or values of one head and tile
+    loads_early: bool
     eps: float | None  # None: no norms
     dtype: jnp.dtype
-
-    @property
-    def parts(self) -> int:
-        """Programs that share the keys or values of one head and tile."""
-        return MMA_ROWS // RUN if self.is_small and self.num_tokens > RUN else 1
 
 
 def can_write(heads: Any, pool: KVPool) -> bool:
@@ -88,7 +85,8 @@ def write_qkv(
         block_size=pool.block_size,
         num_tokens=num_tokens,
         box=min(MMA_ROWS, padded),
-        is_small=num_tokens <= MAX_SMALL,
+        parts=_num_parts(num_tokens, num_tiles * num_kv_heads, group_and_2 - 2),
+        loads_early=num_tokens <= MAX_EARLY,
         eps=None if norms is None else norms.eps,
         dtype=heads.dtype,
     )
@@ -105,8 +103,8 @@ def write_qkv(
             plgpu.SMEM((MMA_ROWS,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
         ),
-        # Otherwise Mosaic chooses layouts of buffers that have none: it swizzled the rows', and forgot
-        # that where some columns are stored at a time.
+        # Otherwise Mosaic chooses layouts of buffers that have none: it swizzled the rows', and
+        # forgot that where some columns are stored at a time.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -116,6 +114,14 @@ def write_qkv(
     first = jnp.asarray(first_row, jnp.int32).reshape(1)
     q = kernel(heads, cos, sin, *scales, slots, first, data)
     return q[:num_tokens], replace(pool, data=jax.freeze(data))
+
+
+def _num_parts(num_tokens: int, num_kv_tiles: int, group: int) -> int:
+    """How many programs share a key or value, so that all still run at once."""
+    for parts in (4, 2):
+        if num_tokens > RUN and num_kv_tiles * (group + 2 * parts) <= MAX_PROGRAMS:
+            return parts
+    return 1
 
 
 def _pad_tokens(array: Array, num_tokens: int) -> Array:
@@ -203,8 +209,8 @@ def _program(
                 for ref in (cos_ref, sin_ref)
             ]
 
-        # In a small step one program's time counts, in a large one registers: how many run at once.
-        angles = load_angles() if shape.is_small else None
+        # In a small step one program's time counts, in others how many there is room for.
+        angles = load_angles() if shape.loads_early else None
         scales = []
         if shape.eps is not None:
             is_key = jnp.where(kind == group, 1.0, 0.0)

@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
       first_run: so many tokens from the second on have slots side by side, the others any.
-      is_small: several programs share a head's tokens.
+      is_shared: several programs share a head's tokens.
     """
 
     num_tokens: int
@@ -37,7 +37,7 @@ class Case:
     num_padding: int = 0
     has_norms: bool = True
     first_run: int = 0
-    is_small: bool = True
+    is_shared: bool = True
     dtype: Any = jnp.bfloat16
 
     def arguments(self) -> tuple:
@@ -64,8 +64,8 @@ class Case:
 
     def run(self) -> tuple[jax.Array, KVPool]:
         heads, norms, rope, pool, slots = self.arguments()
-        max_small = write_qkv_hopper.MAX_SMALL if self.is_small else 0
-        with patch.object(write_qkv_hopper, "MAX_SMALL", max_small):
+        max_programs = write_qkv_hopper.MAX_PROGRAMS if self.is_shared else 0
+        with patch.object(write_qkv_hopper, "MAX_PROGRAMS", max_programs):
             q, pool = write_qkv(
                 heads,
                 norms,
@@ -104,7 +104,7 @@ DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
         Case(70, 1, 2, 64, q_rows=2, num_padding=3),  # a second tile, hardly begun
         Case(5, 1, 3, 64, q_rows=8, has_norms=False),
         Case(70, 1, 1, 64, q_rows=1, first_run=38),  # two whole runs, each cut between programs
-        Case(70, 1, 1, 64, q_rows=1, first_run=38, is_small=False),
+        Case(70, 1, 1, 64, q_rows=1, first_run=38, is_shared=False),
         Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16),
     ],
     ids=str,
