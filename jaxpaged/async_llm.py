@@ -266,14 +266,15 @@ class AsyncLLM:
     async def update_weights(self, checkpoint_path: str, weights_version: str) -> None:
         """Takes the weights of another checkpoint; what runs then fails with WeightsChangedError.
 
+        Cancelling the call does not stop a change under way: `info` tells the version then.
+
         Raises:
           JaxpagedError: they cannot be loaded or are of another structure; nothing has changed.
         """
         done = self.engine.update_weights(checkpoint_path)
         # why a callback: it must come before the outputs of the aborts that the update made
-        done.add_done_callback(self._on_weights_changed)
-        await asyncio.wrap_future(done)
-        self._weights_version = weights_version
+        done.add_done_callback(partial(self._on_weights_changed, weights_version))
+        await asyncio.shield(asyncio.wrap_future(done))
 
     def close(self) -> None:
         """Stops the engine and frees the device's memory; what runs fails. Idempotent."""
@@ -303,10 +304,11 @@ class AsyncLLM:
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
         engine_id = f"{self._num_requests}"
-        request = await self._maker.make(engine_id, prompt, params, length_penalty)
-        processor = request.params.logits_processor
-        if processor is not None:
-            await asyncio.to_thread(self.engine.prepare, processor)
+        with self.live.arriving():
+            request = await self._maker.make(engine_id, prompt, params, length_penalty)
+            processor = request.params.logits_processor
+            if processor is not None:
+                await asyncio.to_thread(self.engine.prepare, processor)
         # why only now: nothing below waits, so that no two calls can pass the checks together
         if request_id in self.live:
             raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")
@@ -343,8 +345,11 @@ class AsyncLLM:
         if self._loop is not None:
             call_soon(self._loop, self.live.fail_all, error)
 
-    def _on_weights_changed(self, done: Future[None]) -> None:
+    def _on_weights_changed(self, weights_version: str, done: Future[None]) -> None:
         """Called in a thread of the client's."""
-        if self._loop is not None and not done.cancelled() and done.exception() is None:
+        if done.exception() is not None:
+            return
+        self._weights_version = weights_version
+        if self._loop is not None:
             error = WeightsChangedError("the weights were replaced while the request ran")
             call_soon(self._loop, self.live.fail_all, error)

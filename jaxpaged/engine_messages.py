@@ -62,6 +62,10 @@ class Failure(msgspec.Struct, array_like=True):
         return error_class(self.field, self.message)
 
 
+class Connected(msgspec.Struct, array_like=True, tag=True):
+    """The first message, before the engine is loaded: the socket's file is not needed any more."""
+
+
 class Ready(msgspec.Struct, array_like=True, tag=True):
     """The engine takes requests."""
 
@@ -85,7 +89,7 @@ class Stepped(msgspec.Struct, array_like=True, tag=True):
     replies: list[Reply]
 
 
-EngineMessage = Ready | StartFailed | Stepped
+EngineMessage = Connected | Ready | StartFailed | Stepped
 
 REPLY_TYPES = {
     "abort": bool,

@@ -4,11 +4,13 @@ The process ends when its front says so or is gone, in whatever way it went: no 
 front.
 """
 
+import ctypes
 import gc
 import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import connection, parent_process
@@ -21,6 +23,7 @@ import zmq
 from jaxpaged.engine_messages import (
     Ask,
     Close,
+    Connected,
     Failure,
     FinishSequence,
     Ready,
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from jaxpaged.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 MakeEngine = Callable[[], "Engine"]
 
@@ -61,6 +66,7 @@ def run_engine(
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set(zmq.LINGER, 1000)
         socket.connect(address)
+        socket.send(encode(Connected()))
         try:
             engine = make_engine()
             if checkpoint_path is not None:
@@ -123,9 +129,15 @@ class _Loop:
 
 
 def _end_with_parent(address: str) -> None:
-    """Ends this process as soon as its parent is gone, a parent killed with SIGKILL included."""
+    """Ends this process as soon as its parent is gone, a parent killed with SIGKILL included.
+
+    On Linux the kernel does it, even when this process is stuck or stopped. It counts as gone when
+    the thread that started this process ends, and that one outlives it.
+    """
     parent = parent_process()
     assert parent is not None, "started by multiprocessing"
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         connection.wait([parent.sentinel])

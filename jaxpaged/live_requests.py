@@ -7,7 +7,7 @@ several tokens at once: many streams cannot slow the engine down.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from jaxpaged.collector import Collector
 from jaxpaged.engine_client import EngineClient
@@ -25,7 +25,7 @@ class LiveRequests:
     """Collectors by the engine's id and by the user's, from `add` until `forget`.
 
     Attributes:
-      num_queued: requests that the engine has not scheduled yet.
+      num_queued: requests that the engine has not scheduled yet, or not even got.
       max_wakes_per_s: how often readers of streams are woken, all together; None: at every step.
         First tokens and ends wake their reader at once and do not count.
     """
@@ -48,6 +48,15 @@ class LiveRequests:
 
     def __contains__(self, user_id: str) -> bool:
         return user_id in self._by_user_id
+
+    @contextlib.contextmanager
+    def arriving(self) -> Generator[None]:
+        """While a request is made: a long text waits for its tokens as others for a row."""
+        self.num_queued += 1
+        try:
+            yield
+        finally:
+            self.num_queued -= 1
 
     def add(self, collector: Collector, queue_timeout_s: float | None) -> None:
         engine_id = collector.request.request_id

@@ -10,6 +10,7 @@ from typing import get_args
 from jaxpaged.config import EngineConfig, LoadFormat, ResolvedConfig, Scheduling
 from jaxpaged.errors import ContextTooLongError, InvalidFieldError
 from jaxpaged.field_checks import check_ids, check_int
+from jaxpaged.outputs import ModelInfo
 
 
 def check_engine_config(config: EngineConfig) -> None:
@@ -61,7 +62,7 @@ def check_prompt(
 
 
 def check_prompt_len(
-    num_tokens: int, config: ResolvedConfig, *, num_new: int = 1, at_least: bool = False
+    num_tokens: int, config: ResolvedConfig | ModelInfo, *, num_new: int = 1, at_least: bool = False
 ) -> None:
     """Refuses a prompt that leaves no room for `num_new` tokens.
 

@@ -138,7 +138,7 @@ def attend(
     num_decode_rows = metadata.num_decode_rows
     if metadata.is_decode_step:
         num_decode_rows = jnp.sum(metadata.q_lens, dtype=jnp.int32)
-    shared = pool, pool.first_row(layer), metadata.block_tables, own_lens(metadata.kv_lens)
+    shared = pool, pool.first_row(layer), metadata.block_tables
     decode_plan = make_decode_plan(
         metadata,
         num_decode_rows,
@@ -162,13 +162,23 @@ def attend(
         return decode()
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(
-        q, *shared, prefill_plan, options, sinks, tuning.prefill, interpret=interpret
+        q,
+        *shared,
+        own_lens(metadata.kv_lens),
+        prefill_plan,
+        options,
+        sinks,
+        tuning.prefill,
+        interpret=interpret,
     )
     if writes_whole_rows(group, pool.lanes):
-        return decode(out=out)
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
-    first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
-    return jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+        out = decode(out=out)
+    else:
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
+        first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
+        out = jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+    # Not before: the decode kernel would be handed a slice in place, and write into another array.
+    return out[: metadata.num_tokens]
 
 
 def own_lens(lens: Int32[Array, " num_rows"]) -> Int32[Array, " num_rows"]:

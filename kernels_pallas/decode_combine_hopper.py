@@ -52,13 +52,12 @@ def combine(
         grid_names=("worker",),
         **interpreted_options(interpret),
     )
-    kernel(plan.cu_tiles, plan.workers, flat_partials, stats, sink_rows(sinks, shape), flat_out)
+    kernel(plan.workers, flat_partials, stats, sink_rows(sinks, shape), flat_out)
     return jax.freeze(flat_out).reshape(out.shape)
 
 
 def _combine_unit(
-    cu_tiles_ref,  # i32[num_rows + 1] GMEM
-    workers_ref,  # i32[num_workers, 4] GMEM
+    workers_ref,  # i32[num_workers, 8] GMEM
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
@@ -68,9 +67,10 @@ def _combine_unit(
     size: int,
 ):
     worker = lax.axis_index("worker")
-    position, row, num_segments = (workers_ref[worker, i] for i in (0, 2, 3))
-    row_begin = cu_tiles_ref[row]
-    tiles = lax.div(cu_tiles_ref[row + 1] - row_begin, jnp.int32(shape.num_kv_heads))
+    position, row, num_segments, row_begin, row_end = (
+        workers_ref[worker, i] for i in (0, 2, 3, 4, 5)
+    )
+    tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
     tiles = jnp.maximum(tiles, 1)
     head = lax.div(position - row_begin, tiles)
     begin = row_begin + head * tiles

@@ -47,7 +47,6 @@ def paged_decode(
     pool: KVPool,
     first_row: Int32[Array, ""],
     block_tables: Int32[Array, "num_rows max_blocks_per_row"],
-    kv_lens: Int32[Array, " num_rows"],
     plan: DecodePlan,
     options: AttentionOptions,
     sinks: Float32[Array, " num_q_heads"] | None,
@@ -99,10 +98,8 @@ def paged_decode(
         _pad_group(q, shape),
         pool.data,
         block_tables,
-        kv_lens,
         jnp.asarray(first_row, jnp.int32).reshape(1),
-        plan.cu_tiles,
-        plan.first_tiles,
+        plan.rows,
         plan.workers,
         sink_rows(sinks, shape),
     )
@@ -189,11 +186,9 @@ def _program(
     q_ref,  # [num_rows, kv heads * padded_group, head_dim] GMEM
     pool_ref,  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
     tables_ref,  # i32[num_rows, max_blocks_per_row] GMEM
-    kv_lens_ref,  # i32[num_rows] GMEM
     first_row_ref,  # i32[1] GMEM
-    cu_tiles_ref,  # i32[num_rows + 1] GMEM
-    first_tiles_ref,  # i32[num_rows] GMEM
-    workers_ref,  # i32[num_workers, 4] GMEM
+    rows_ref,  # i32[num_rows, 4] GMEM
+    workers_ref,  # i32[num_workers, 8] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
     out_ref,  # [num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref,  # [places, 2, padded_group, head_dim] GMEM
@@ -219,33 +214,43 @@ def _program(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * tuning.workers + pair
-    begin, end, num_segments = (workers_ref[worker, i] for i in (0, 1, 3))
+    begin, end, first_row, num_segments = (workers_ref[worker, i] for i in range(4))
     kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
 
-    def walk(visit):
-        """Calls visit(segment, row, head, tile in row, tiles, is whole unit, tiles before)."""
+    def walk(visit, *, looks_ahead: bool):
+        """Calls visit(segment, row, keys, head, first tile, tiles, is whole unit, tiles before).
+
+        Args:
+          looks_ahead: asks for the next row's entries while a segment is under way.
+        """
+
+        def entries_of(row):
+            return [rows_ref[jnp.minimum(row, rows_ref.shape[0] - 1), i] for i in range(4)]
 
         def segment(number, carry):
-            position, row = carry
-            row_begin, row_end = cu_tiles_ref[row], cu_tiles_ref[row + 1]
+            position, row, *entries = carry
+            row_begin, row_end, first_tile, kv_len = entries or entries_of(row)
+            next_entries = entries_of(row + 1) if looks_ahead else ()
             tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
             head = lax.div(position - row_begin, tiles)
             tile = position - row_begin - head * tiles
             count = jnp.minimum(tiles - tile, end - position)
-            visit(number, row, head, tile, count, count == tiles, position - begin)
+            is_whole = count == tiles
+            visit(number, row, kv_len, head, first_tile + tile, count, is_whole, position - begin)
             position += count
-            return position, jnp.where(position == row_end, row + 1, row)
+            is_over = position == row_end
+            entries = map(functools.partial(jnp.where, is_over), next_entries, entries)
+            return position, jnp.where(is_over, row + 1, row), *entries
 
-        lax.fori_loop(0, num_segments, segment, (begin, workers_ref[worker, 2]))
+        first_entries = [workers_ref[worker, 4 + i] for i in range(4)] if looks_ahead else []
+        lax.fori_loop(0, num_segments, segment, (begin, first_row, *first_entries))
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)
     def _load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def visit(number, row, head, tile, count, is_whole, done):
+        def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             del is_whole
-            kv_len = kv_lens_ref[row]
-            first_tile = first_tiles_ref[row] + tile
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
             pl.when(number >= 2)(lambda: plgpu.barrier_wait(q_read.at[q_slot]))
             plgpu.copy_gmem_to_smem(
@@ -278,7 +283,7 @@ def _program(
                             functools.partial(plgpu.barrier_arrive, there.at[slot]),
                         )
 
-        walk(visit)
+        walk(visit, looks_ahead=True)
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 0)
     def _attend():
@@ -297,9 +302,7 @@ def _program(
                 part_sm = out_sm.at[pair * len(parts) + i, pl.ds(0, ref.shape[0])]
                 plgpu.copy_smem_to_gmem(part_sm, ref.at[:, columns])
 
-        def visit(number, row, head, tile, count, is_whole, done):
-            kv_len = kv_lens_ref[row]
-            first_tile = first_tiles_ref[row] + tile
+        def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
             plgpu.barrier_wait(q_there.at[q_slot])
 
@@ -398,7 +401,7 @@ def _program(
                     store_out(partials_ref.at[place, half])
                     plgpu.copy_smem_to_gmem(stats_sm.at[pair], stats_ref.at[place, half])
 
-        walk(visit)
+        walk(visit, looks_ahead=False)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -29,14 +29,14 @@ class DecodePlan:
     """The same for all layers of a step.
 
     Attributes:
-      cu_tiles: where each row's tiles begin in the line; the last entry is the line's length.
-      first_tiles: the first tile of each row that a query sees (0 without a window).
-      workers: per worker: begin and end in the line, its first row, its number of segments.
+      rows: per row: begin and end of its tiles in the line, the first tile of it that a query sees
+        (0 without a window), its number of keys.
+      workers: per worker: begin and end in the line, its first row, its number of segments, and
+        that row's entries of `rows`: a kernel that begins waits for memory once less.
     """
 
-    cu_tiles: Int32[Array, " num_rows+1"]
-    first_tiles: Int32[Array, " num_rows"]
-    workers: Int32[Array, "num_workers 4"]
+    rows: Int32[Array, "num_rows 4"]
+    workers: Int32[Array, "num_workers 8"]
 
 
 def make_decode_plan(
@@ -61,8 +61,9 @@ def make_decode_plan(
     first_row, first_unit = _unit_at(cu_tiles, tiles, begin, num_kv_heads)
     _, last_unit = _unit_at(cu_tiles, tiles, jnp.maximum(end - 1, 0), num_kv_heads)
     num_segments = jnp.where(end > begin, last_unit - first_unit + 1, 0)
+    rows = jnp.stack([cu_tiles[:-1], cu_tiles[1:], first, kv_lens], axis=1)
     workers = jnp.stack([begin, end, first_row, num_segments], axis=1)
-    return DecodePlan(cu_tiles=cu_tiles, first_tiles=first, workers=workers)
+    return DecodePlan(rows=rows, workers=jnp.concatenate([workers, rows[first_row]], axis=1))
 
 
 def _unit_at(

@@ -64,7 +64,7 @@ def paged_prefill(
     tuning: HopperPrefillTuning,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "num_tokens num_q_heads head_dim"]:
+) -> Float[Array, "num_padded_tokens num_q_heads head_dim"]:
     """Attends the plan's queries to their rows' keys, which are in the pool already.
 
     Args:
@@ -73,7 +73,7 @@ def paged_prefill(
       interpret: run on the CPU; the probabilities then go through shared memory.
 
     Returns:
-      The output; tokens that are in no tile hold anything.
+      The output, of a few tokens perhaps more than `q`; those that are in no tile hold anything.
     """
     shape = _Shape(
         num_q_heads=q.shape[1],
@@ -104,7 +104,7 @@ def paged_prefill(
         **interpreted_options(interpret),
     )
     sinks = jnp.full((q.shape[1],), NEVER) if sinks is None else sinks * LOG2E
-    out = kernel(
+    return kernel(
         q,
         pool.data,
         block_tables,
@@ -114,7 +114,6 @@ def paged_prefill(
         plan.num_tiles,
         sinks,
     )
-    return out[:num_tokens] if missing else out
 
 
 def _entry(

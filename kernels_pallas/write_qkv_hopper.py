@@ -2,7 +2,9 @@
 
 A program takes one head of up to MMA_ROWS tokens: queries and keys are normed and turned as in
 `norm_rope.split_heads`, queries written out as the attention kernels want them, keys and values
-into their slots, a TMA box a token. XLA needs six kernels for this, the scatter the slowest.
+into their slots, a copy a token or a run of them. Copies are slow to issue, so that in small steps
+several programs share the tokens of a head. XLA needs six kernels for all of this, the scatter the
+slowest.
 """
 
 import functools
@@ -20,7 +22,9 @@ from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
-_SLOTS_AT_ONCE = 8
+RUN = 16  # tokens in slots side by side that leave in one copy: no block is smaller
+MAX_PROGRAMS = 264  # that run at once: registers leave room for two a multiprocessor
+MAX_EARLY = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class _Shape:
     block_size: int
     num_tokens: int
     box: int  # tokens that one TMA box takes
+    parts: int  # programs that share the keys or values of one head and tile
+    loads_early: bool
     eps: float | None  # None: no norms
     dtype: jnp.dtype
 
@@ -79,6 +85,8 @@ def write_qkv(
         block_size=pool.block_size,
         num_tokens=num_tokens,
         box=min(MMA_ROWS, padded),
+        parts=_num_parts(num_tokens, num_tiles * num_kv_heads, group_and_2 - 2),
+        loads_early=num_tokens <= MAX_EARLY,
         eps=None if norms is None else norms.eps,
         dtype=heads.dtype,
     )
@@ -87,20 +95,33 @@ def write_qkv(
     kernel = plgpu.kernel(
         functools.partial(_program, shape=shape),
         out_type=jax.ShapeDtypeStruct((padded, num_kv_heads * q_rows, head_dim), heads.dtype),
-        grid=(num_tiles, heads.shape[1]),
-        grid_names=("tile", "head"),
+        grid=(num_tiles, num_kv_heads * (shape.group + 2 * shape.parts)),
+        grid_names=("tile", "job"),
         scratch_types=(
             swizzled_smem((2, *half_tile), heads.dtype),
             plgpu.SMEM((MMA_ROWS, head_dim), heads.dtype),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.SMEM((MMA_ROWS,), jnp.int32),
+            plgpu.Barrier(num_arrivals=3),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # Otherwise Mosaic chooses layouts of buffers that have none: it swizzled the rows', and
+        # forgot that where some columns are stored at a time.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         **interpreted_options(interpret),
     )
     data = jax.new_ref(pool.data)
     first = jnp.asarray(first_row, jnp.int32).reshape(1)
     q = kernel(heads, cos, sin, *scales, slots, first, data)
     return q[:num_tokens], replace(pool, data=jax.freeze(data))
+
+
+def _num_parts(num_tokens: int, num_kv_tiles: int, group: int) -> int:
+    """How many programs share a key or value, so that all still run at once."""
+    for parts in (4, 2):
+        if num_tokens > RUN and num_kv_tiles * (group + 2 * parts) <= MAX_PROGRAMS:
+            return parts
+    return 1
 
 
 def _pad_tokens(array: Array, num_tokens: int) -> Array:
@@ -120,13 +141,17 @@ def _program(
     q_ref,  # [num_tokens, kv heads * q_rows, head_dim] GMEM
     halves_sm,  # [2, MMA_ROWS, half] SMEM
     rows_sm,  # [MMA_ROWS, head_dim] SMEM, unswizzled: single rows can leave it
+    slots_sm,  # i32[MMA_ROWS] SMEM
     there,
     *,
     shape: _Shape,
 ):
-    head, first_token = lax.axis_index("head"), lax.axis_index("tile") * MMA_ROWS
-    kv_head = lax.div(head, jnp.int32(shape.group + 2))
-    kind = lax.rem(head, jnp.int32(shape.group + 2))
+    # Of each KV head a program a query head, then `parts` for its key, then as many for its value.
+    job, group, parts = lax.axis_index("job"), jnp.int32(shape.group), jnp.int32(shape.parts)
+    kv_head, job = lax.div(job, group + 2 * parts), lax.rem(job, group + 2 * parts)
+    part = lax.rem(job - group, parts)
+    kind = jnp.where(job < group, job, group + lax.div(job - group, parts))
+    head, first_token = kv_head * (group + 2) + kind, lax.axis_index("tile") * MMA_ROWS
     halves = [pl.ds(i * shape.half, shape.half) for i in range(2)]
     for i, half in enumerate(halves):
         plgpu.copy_gmem_to_smem(
@@ -134,7 +159,7 @@ def _program(
             halves_sm.at[i, pl.ds(0, shape.box)],
             there,
         )
-    plgpu.barrier_wait(there)
+    plgpu.copy_gmem_to_smem(slots_ref.at[pl.ds(first_token, MMA_ROWS)], slots_sm, there)
 
     def load(i):
         return plgpu.load(halves_sm.at[i], layout=plgpu.Layout.WGMMA)
@@ -143,53 +168,70 @@ def _program(
         for half, values in zip(halves, (first, second), strict=True):
             rows_sm[:, half] = values
         plgpu.commit_smem()
+        size = MMA_ROWS // shape.parts
+        begin = part * size
+        end = jnp.minimum(begin + size, shape.num_tokens - first_token)
 
-        num_tokens = jnp.minimum(shape.num_tokens - first_token, MMA_ROWS)
+        def write(i):
+            slot = slots_sm[i]
+            block = lax.div(slot, jnp.int32(shape.block_size))
+            offset = lax.rem(slot, jnp.int32(shape.block_size))
+            # Both ends in one block are of one row, and so is all that lies between.
+            last = slots_sm[jnp.minimum(i + (RUN - 1), MMA_ROWS - 1)]
+            starts_run = lax.rem(slot, jnp.int32(RUN)) == 0
+            is_run = starts_run & (last == slot + (RUN - 1)) & (i + RUN <= end)
 
-        @pl.loop(0, lax.div(num_tokens + (_SLOTS_AT_ONCE - 1), jnp.int32(_SLOTS_AT_ONCE)))
-        def _(chunk):
-            begin = chunk * _SLOTS_AT_ONCE
-            # Read together, so that a row does not wait for memory once more than the one before.
-            slots = [slots_ref[first_token + begin + i] for i in range(_SLOTS_AT_ONCE)]
-            for i, slot in enumerate(slots):
-                block = lax.div(slot, jnp.int32(shape.block_size))
-                offset = lax.rem(slot, jnp.int32(shape.block_size))
+            def store(num_tokens: int):
+                plgpu.copy_smem_to_gmem(
+                    rows_sm.at[pl.ds(i, num_tokens)],
+                    pool_ref.at[
+                        first_row_ref[0] + block, plane, kv_head, pl.ds(offset, num_tokens)
+                    ],
+                )
 
-                @pl.when(block > 0)
-                def _(i=i, block=block, offset=offset):
-                    plgpu.copy_smem_to_gmem(
-                        rows_sm.at[pl.ds(begin + i, 1)],
-                        pool_ref.at[first_row_ref[0] + block, plane, kv_head, pl.ds(offset, 1)],
-                    )
+            pl.when((block > 0) & is_run)(functools.partial(store, RUN))
+            pl.when((block > 0) & jnp.logical_not(is_run))(functools.partial(store, 1))
+            return i + jnp.where(is_run, RUN, 1)
 
-    @pl.when(kind == shape.group + 1)
+        lax.while_loop(lambda i: i < end, write, begin)
+
+    @pl.when(kind == group + 1)
     def _value():
+        plgpu.barrier_wait(there)
         write_rows(load(0), load(1), plane=1)
 
-    @pl.when(kind <= shape.group)
+    @pl.when(kind <= group)
     def _query_or_key():
-        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        def load_angles():
+            tokens = pl.ds(first_token, MMA_ROWS)
+            return [
+                plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
+                for ref in (cos_ref, sin_ref)
+            ]
+
+        # In a small step one program's time counts, in others how many there is room for.
+        angles = load_angles() if shape.loads_early else None
+        scales = []
         if shape.eps is not None:
-            is_key = jnp.where(kind == shape.group, 1.0, 0.0)
+            is_key = jnp.where(kind == group, 1.0, 0.0)
             scales = [
                 _load_row(k_scale_ref.at[half]) * is_key
                 + _load_row(q_scale_ref.at[half]) * (1.0 - is_key)
                 for half in halves
             ]
+        plgpu.barrier_wait(there)
+        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        if shape.eps is not None:
             first, second = _norm(first, second, scales, shape)
-        tokens = pl.ds(first_token, MMA_ROWS)
-        cos, sin = (
-            plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
-            for ref in (cos_ref, sin_ref)
-        )
+        cos, sin = angles or load_angles()
         turned = (first * cos - second * sin).astype(shape.dtype)
         other = (second * cos + first * sin).astype(shape.dtype)
 
-        @pl.when(kind == shape.group)
+        @pl.when(kind == group)
         def _key():
             write_rows(turned, other, plane=0)
 
-        @pl.when(kind < shape.group)
+        @pl.when(kind < group)
         def _query():
             for i, (half, values) in enumerate(zip(halves, (turned, other), strict=True)):
                 halves_sm[i] = values

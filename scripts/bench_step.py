@@ -108,8 +108,11 @@ def generate(llm: LLM, case: Case, max_tokens: int) -> float:
         top_p=0.9 if case.is_sampled else 1.0,
     )
     start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    told = {output.usage.completion_tokens for output in outputs}
+    assert told == {max_tokens}, f"answers of {told} tokens, not {max_tokens}"
+    return seconds
 
 
 def print_case(case: Case, milliseconds: float) -> None:

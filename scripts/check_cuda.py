@@ -180,7 +180,10 @@ def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Pa
     for name, shape in VARIANTS.items():
         if not short or name in SHORT_VARIANTS:
             yield name, partial(compile_attention, mesh, shape)
-    yield "tiny Qwen3, mixed", partial(compile_step, mesh, TINY_QWEN3, Bucket(256, 8), step_folder)
+    # 16 tokens are fewer than a tile of queries has.
+    for bucket in (Bucket(16, 8), Bucket(256, 8)):
+        name = f"tiny Qwen3, {bucket.num_tokens} tokens, mixed"
+        yield name, partial(compile_step, mesh, TINY_QWEN3, bucket, step_folder)
     decode = partial(compile_step, mesh, QWEN3_4B, Bucket(64, 64), step_folder)
     yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, decode", decode
     for variant in (Variant.RANDOM, Variant.RANDOM_BOTH):
@@ -201,7 +204,7 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
 
     def sliced(dump_folder: Path) -> Program:
         with mock.patch.object(attention_hopper, "own_lens", lambda lens: lens):
-            return compile_step(mesh, TINY_QWEN3, Bucket(64, 64), step_folder, dump_folder)
+            return compile_step(mesh, TINY_QWEN3, Bucket(256, 64), step_folder, dump_folder)
 
     for name, compile_it, wanted in (
         ("control: a pool that is not donated", copied, ("copies of", "in place")),

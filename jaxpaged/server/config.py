@@ -1,6 +1,7 @@
 """Settings of a server, the engine's apart."""
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,23 @@ class ServerConfig:
     max_engine_restarts: int = 3
 
     def __post_init__(self):
-        """Raises ValueError for a port that does not exist: gRPC would take it modulo 65536."""
+        """Raises ValueError for what cannot be meant; gRPC would take a port modulo 65536."""
         for name in ("port", "admin_port", "metrics_port"):
             port = getattr(self, name)
             if port is not None and not 0 <= port <= 65535:
                 raise ValueError(f"{name}={port} must be between 0 and 65535")
+        for name in ("max_request_bytes", "max_pending_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("stop_grace_s", "max_engine_restarts"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        for name in (
+            "keepalive_time_s",
+            "keepalive_timeout_s",
+            "stall_timeout_s",
+            "max_messages_per_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name}={value} must be above 0")

@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -65,14 +66,13 @@ class Server:
         self._metrics_page: MetricsPage | None = None
         self.metrics_port: int | None = None
         users, admins = Tokens(config.token_file), Tokens(config.admin_token_file)
+        interceptor = partial(TokenInterceptor, users=users, on_failed=self._metrics.on_rejected)
         inference = InferenceService(self._state, config)
         self._inference = self._make_server(
-            _INFERENCE, inference, TokenInterceptor(allowed=[users, admins], users=users), users
+            _INFERENCE, inference, interceptor(allowed=[users, admins]), users
         )
         admin = AdminService(self._state, config.stop_grace_s)
-        self._admin = self._make_server(
-            _ADMIN, admin, TokenInterceptor(allowed=[admins], users=users), admins
-        )
+        self._admin = self._make_server(_ADMIN, admin, interceptor(allowed=[admins]), admins)
         self.port = bind(self._inference, config.host, config.port, credentials)
         self.admin_port = bind(self._admin, config.admin_host, config.admin_port, credentials)
 

@@ -5,6 +5,7 @@ Tokens are asked for on every call but health checks, which a supervisor makes w
 
 import hashlib
 import ipaddress
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from jaxpaged.errors import AdminOnlyError, BadTokenError, JaxpagedError
 from jaxpaged.server import grpc_errors
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.validation import check_request_id
+
+_logger = logging.getLogger(__name__)
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
@@ -86,11 +89,18 @@ def _digest(token: str) -> bytes:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token of `allowed`; one of `users` there is told ADMIN_ONLY."""
+    """Refuses calls without a token of `allowed`; one of `users` there is told ADMIN_ONLY.
 
-    def __init__(self, *, allowed: list[Tokens], users: Tokens) -> None:
+    Args:
+      on_failed: told the reason of every refusal, which leaves one line in the log, too.
+    """
+
+    def __init__(
+        self, *, allowed: list[Tokens], users: Tokens, on_failed: Callable[[str], None]
+    ) -> None:
         self._allowed = allowed
         self._users = users
+        self._on_failed = on_failed
 
     async def intercept_service(
         self,
@@ -101,7 +111,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if details.method.startswith(_HEALTH_PREFIX):  # type: ignore[attr-defined]
             return await continuation(details)
         error = self._refusal(dict(details.invocation_metadata))  # type: ignore[attr-defined]
-        return await continuation(details) if error is None else _refusing(error)
+        if error is None:
+            return await continuation(details)
+        _logger.info("%r refused: %s", details.method, error.reason)  # type: ignore[attr-defined]
+        self._on_failed(error.reason)
+        return _refusing(error)
 
     def _refusal(self, metadata: dict[str, str | bytes]) -> JaxpagedError | None:
         header = metadata.get("authorization", "")

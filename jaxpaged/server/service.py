@@ -19,6 +19,7 @@ from jaxpaged.errors import (
 from jaxpaged.outputs import Accepted
 from jaxpaged.sampling_params import MAX_LOGPROBS, MAX_N
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.request_size import check_prompt_size, check_size
 from jaxpaged.server.rpc import Call
 from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import inference_pb2 as pb
@@ -49,7 +50,7 @@ class InferenceService:
             request_id=call.request_id,
             return_text=wants(request.output, "text"),
             queue_timeout_s=_seconds(request, "queue_timeout"),
-            on_accepted=partial(_tell_accepted, call),
+            on_accepted=partial(self._tell_accepted, call),
         )
         return output_to_proto(output, llm.info, request.output)
 
@@ -72,7 +73,7 @@ class InferenceService:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Accepted):
-                    await _tell_accepted(call)
+                    await self._tell_accepted(call)
                 message = event_to_proto(event, llm.info, source.output)
                 if message is None:
                     continue
@@ -82,6 +83,7 @@ class InferenceService:
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         llm = self._loaded(request.model)
+        check_prompt_size(request, llm.info)
         tokenizer = _tokenizer(llm)
         add_special_tokens = (
             request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -127,7 +129,14 @@ class InferenceService:
         """Checks what only the wire has, and settles the request id."""
         call.request_id = check_request_id(request.request_id)
         self._state.admit()
-        return self._loaded(request.model)
+        llm = self._loaded(request.model)
+        check_size(request, llm.info)
+        return llm
+
+    async def _tell_accepted(self, call: Call) -> None:
+        """Initial metadata: the client knows before any token that the request is queued."""
+        self._state.admit()  # again: a long prompt took its time, and a drain may have begun
+        await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
 
     def _min_tokens(self, options: pb.StreamOptions, n: int) -> int:
         """Pending tokens of n sequences must never pass for those of a slow reader."""
@@ -144,11 +153,6 @@ class InferenceService:
         if model not in ("", llm.info.model):
             raise ModelNotFoundError(f"{model=} is not loaded; this server has {llm.info.model!r}")
         return llm
-
-
-async def _tell_accepted(call: Call) -> None:
-    """Initial metadata: the client knows before any token that the request is queued."""
-    await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
 
 
 def _seconds(message: Message, name: str, minimum: float = 0.0) -> float | None:

@@ -25,6 +25,15 @@ module.AsyncLLM = make
 from jaxpaged.cli import main
 sys.exit(main(["serve", "fake", "--port=0", "--admin-port=0", *sys.argv[1:]]))
 """
+_LOADING_CODE = """
+import asyncio, time
+from functools import partial
+from jaxpaged.process_client import ProcessEngineClient
+from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.lifecycle import serve
+load = partial(ProcessEngineClient, partial(time.sleep, 1000), print, print)
+asyncio.run(serve(ServerConfig(port=0, admin_port=0), load, print))
+"""
 _LINE = re.compile(r"jaxpaged serving fake on (\S+:\d+) \(admin on (\S+:\d+)\)\n")
 
 
@@ -52,13 +61,18 @@ class Command:
 
 
 @contextmanager
+def loading_command() -> Generator[subprocess.Popen[str]]:
+    """A server whose engine loads and never is ready."""
+    process = _run(_LOADING_CODE)
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+@contextmanager
 def serve_command(*flags: str) -> Generator[Command]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, *flags],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = _run(_CODE, *flags)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -67,9 +81,22 @@ def serve_command(*flags: str) -> Generator[Command]:
         children = psutil.Process(process.pid).children(recursive=True)
         yield Command(process, match[1], match[2], children)
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close() if process.stdout else None
+        _end(process)
+
+
+def _run(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    process.stdout.close() if process.stdout else None
 
 
 def wait_until(condition, timeout_s: float = 20) -> None:

@@ -5,6 +5,7 @@ that whatever happens around it must not change them. Faults are asked for by an
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.byte_tokenizer import ByteTokenizer
 from helpers.fake_runner import FakeRunner, expected_tokens
 
@@ -25,6 +27,7 @@ from jaxpaged.process_client import ProcessEngineClient
 from jaxpaged.request_maker import FrontModel
 from jaxpaged.sampling_validation import SamplingDefaults
 from jaxpaged.step_plan import StepPlan, StepResult
+from jaxpaged.v1 import inference_pb2 as pb
 
 # Ids in a prompt: what the step does that computes them.
 RAISE, EXIT, STALL, NON_FINITE = 250, 251, 252, 253
@@ -142,6 +145,27 @@ def make_llm(
         )
 
     return AsyncLLM.from_client(model, connect)
+
+
+def long_text() -> pb.GenerateRequest:
+    """Long enough for a thread of the tokenizer's; two tokens of its answer fit the context."""
+    request = pb.GenerateRequest(text="<|bos|>" * (MAX_MODEL_LEN - 10))
+    request.sampling.max_tokens = 2
+    return request
+
+
+def hold_long_texts(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Long texts are not tokenised before the event is set."""
+    assert llm.tokenizer is not None
+    encode, may_go = llm.tokenizer.encode, threading.Event()
+
+    def held(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 4096:
+            assert may_go.wait(60)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", held)
+    return may_go
 
 
 def solo_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> list[int]:

@@ -50,19 +50,19 @@ def wanted_tiles(kv_len, window):
 
 def walk(plan, num_kv_heads):
     """What each worker does, as the kernel walks: (worker, number, row, head, tiles, is whole)."""
-    cu_tiles, first_tiles, workers = (
-        np.asarray(x) for x in (plan.cu_tiles, plan.first_tiles, plan.workers)
-    )
-    for worker, (begin, end, first_row, num_segments) in enumerate(workers):
+    rows, workers = np.asarray(plan.rows), np.asarray(plan.workers)
+    for worker, (begin, end, first_row, num_segments, *entries) in enumerate(workers):
         position, row = int(begin), int(first_row)
+        np.testing.assert_array_equal(entries, rows[row])
         for number in range(num_segments):
-            tiles = (cu_tiles[row + 1] - cu_tiles[row]) // num_kv_heads
-            head, tile = divmod(position - cu_tiles[row], tiles)
+            row_begin, row_end, first_tile, _ = rows[row]
+            tiles = (row_end - row_begin) // num_kv_heads
+            head, tile = divmod(position - row_begin, tiles)
             count = min(tiles - tile, end - position)
-            here = [int(first_tiles[row] + tile + i) for i in range(count)]
+            here = [int(first_tile + tile + i) for i in range(count)]
             yield worker, number, row, int(head), here, count == tiles
             position += count
-            row += position == cu_tiles[row + 1]
+            row += position == row_end
         assert position == end
 
 
@@ -70,6 +70,7 @@ def check_decode(kv_lens, num_rows, num_kv_heads, num_workers, window):
     plan = decode_plan(
         kv_lens, num_rows, num_kv_heads=num_kv_heads, num_workers=num_workers, window=window
     )
+    np.testing.assert_array_equal(plan.rows[:, 3], kv_lens)
     found: dict[tuple[int, int], list[int]] = {}
     loads, places = [0] * num_workers, set()
     for worker, number, row, head, tiles, is_whole in walk(plan, num_kv_heads):
@@ -109,7 +110,7 @@ def test_decode_shares_are_even_for_any_lengths():
 def test_the_model_notices_a_wrong_plan():
     plan = decode_plan((9, 20), 2, num_kv_heads=1, num_workers=2, window=None)
     begins = plan.workers.at[1, 0].add(1)
-    shifted = type(plan)(plan.cu_tiles, plan.first_tiles, begins)
+    shifted = type(plan)(plan.rows, begins)
     tiles = [tile for *_, tiles, _ in walk(shifted, 1) for tile in tiles]
     assert tiles != [*range(3), *range(5)]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,12 @@ NUM_BLOCKS, BLOCK_SIZE, LAYER = 12, 16, 1
 
 @dataclass(frozen=True)
 class Case:
-    """A step; its last `num_padding` tokens are padding."""
+    """A step; its last `num_padding` tokens are padding.
+
+    Attributes:
+      first_run: so many tokens from the second on have slots side by side, the others any.
+      is_shared: several programs share a head's tokens.
+    """
 
     num_tokens: int
     num_kv_heads: int
@@ -30,6 +36,8 @@ class Case:
     q_rows: int
     num_padding: int = 0
     has_norms: bool = True
+    first_run: int = 0
+    is_shared: bool = True
     dtype: Any = jnp.bfloat16
 
     def arguments(self) -> tuple:
@@ -46,6 +54,9 @@ class Case:
         norms = HeadNorms(1 + draw(self.head_dim), draw(self.head_dim), 1e-6)
         pool_shape = (2 * (NUM_BLOCKS + 1), 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
         slots = rng.permutation(NUM_BLOCKS * BLOCK_SIZE)[: self.num_tokens] + BLOCK_SIZE
+        if self.first_run:
+            slots = np.roll(np.arange(len(slots)) + BLOCK_SIZE, 1)
+            slots[self.first_run + 1 :] = slots[self.first_run + 1 :][::-1]
         slots[self.num_tokens - self.num_padding :] = 3
         pool = KVPool(draw(*pool_shape), 2, self.head_dim)
         slots = jnp.asarray(slots, jnp.int32)
@@ -53,16 +64,18 @@ class Case:
 
     def run(self) -> tuple[jax.Array, KVPool]:
         heads, norms, rope, pool, slots = self.arguments()
-        q, pool = write_qkv(
-            heads,
-            norms,
-            rope,
-            pool,
-            pool.first_row(LAYER),
-            slots,
-            q_rows=self.q_rows,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
+        max_programs = write_qkv_hopper.MAX_PROGRAMS if self.is_shared else 0
+        with patch.object(write_qkv_hopper, "MAX_PROGRAMS", max_programs):
+            q, pool = write_qkv(
+                heads,
+                norms,
+                rope,
+                pool,
+                pool.first_row(LAYER),
+                slots,
+                q_rows=self.q_rows,
+                interpret=plgpu.InterpretGPUParams(detect_races=True),
+            )
         q = q.reshape(self.num_tokens, self.num_kv_heads, self.q_rows, self.head_dim)
         q = q[:, :, : self.group].reshape(self.num_tokens, -1, self.head_dim)
         return jax.block_until_ready((q, pool))
@@ -90,6 +103,8 @@ DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
         DECODE,
         Case(70, 1, 2, 64, q_rows=2, num_padding=3),  # a second tile, hardly begun
         Case(5, 1, 3, 64, q_rows=8, has_norms=False),
+        Case(70, 1, 1, 64, q_rows=1, first_run=38),  # two whole runs, each cut between programs
+        Case(70, 1, 1, 64, q_rows=1, first_run=38, is_shared=False),
         Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16),
     ],
     ids=str,

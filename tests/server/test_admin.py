@@ -145,12 +145,51 @@ def test_a_port_in_use_is_one_clear_line():
     with_server(body)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 65536),
+        ("max_request_bytes", -1),
+        ("max_pending_tokens", 0),
+        ("stop_grace_s", -0.5),
+        ("stop_grace_s", float("nan")),
+        ("max_engine_restarts", -1),
+        ("keepalive_time_s", 0.0),
+        ("keepalive_timeout_s", -1.0),
+        ("stall_timeout_s", 0.0),
+        ("max_messages_per_s", 0.0),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+        ServerConfig(**{name: value})
+
+
 def test_messages_above_the_limit_are_refused():
     async def body(running: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await running.stub.Generate(pb.GenerateRequest(text="x" * 3000))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await running.stub.Generate(pb.GenerateRequest(text="x"))
+
+    with_server(body, max_request_bytes=2000)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_above_the_limit_end_their_call_alone(is_stream: bool):
+    async def body(running: Running) -> None:
+        running.llm.texts = ["x" * 3000]
+        request = pb.GenerateRequest(text="x")
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+            if is_stream:
+                async for _ in running.stub.Stream(pb.StreamRequest(request=request)):
+                    pass
+            else:
+                await running.stub.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        running.llm.texts = ["short"]
+        answer = await running.stub.Generate(request)
+        assert answer.completions[0].text == "short" and running.llm.running == set()
 
     with_server(body, max_request_bytes=2000)
 

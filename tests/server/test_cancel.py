@@ -1,13 +1,14 @@
 """Whoever goes away, in whatever state, gives every block back within two steps."""
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
 import grpc
 import pytest
 from helpers.running_service import Service, ask, run_service, tokens_of, until
-from helpers.served_engines import solo_tokens
+from helpers.served_engines import STALL, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.outputs import EngineStats
@@ -16,6 +17,7 @@ from jaxpaged.v1 import inference_pb2 as pb
 
 LONG = 300
 NEIGHBOUR = [9, 9, 9]
+_numbers = itertools.count()
 
 
 class AbortSpy:
@@ -40,6 +42,20 @@ class AbortSpy:
 
 def start(service: Service, request: pb.GenerateRequest) -> Any:
     return service.stub.Stream(pb.StreamRequest(request=request))
+
+
+def open_stream(channel: grpc.aio.Channel) -> Any:
+    return channel.unary_stream(
+        "/jaxpaged.v1.InferenceService/Stream",
+        request_serializer=pb.StreamRequest.SerializeToString,
+        response_deserializer=pb.StreamResponse.FromString,
+    )
+
+
+def fresh_prompt(num_tokens: int) -> list[int]:
+    """One that the prefix cache does not have: the engine is shared."""
+    number = next(_numbers)
+    return [90 + number // 10, 90 + number % 10, *(i % 100 for i in range(num_tokens - 2))]
 
 
 async def reach(service: Service, call: Any, state: str) -> None:
@@ -71,14 +87,13 @@ def test_leaving_frees_all_blocks(
         neighbours = [start(service, ask([*NEIGHBOUR, row], LONG)) for row in range(rows)]
         for neighbour in neighbours:
             await reach(service, neighbour, "decoding")
-        prompt_len = 300 if state == "prefilling" else 20  # 64 tokens a step
-        request = ask([i % 100 for i in range(prompt_len)], LONG, seed=1, n=n)
+        prompt = fresh_prompt(300 if state == "prefilling" else 20)  # 64 tokens a step
+        if state == "prefilling" and how == "deadline":
+            prompt[150] = STALL  # what is told of the first chunk comes before
+        request = ask(prompt, LONG, seed=1, n=n)
         async with grpc.aio.insecure_channel(service.address) as channel:
-            call: Any = channel.unary_stream(
-                "/jaxpaged.v1.InferenceService/Stream",
-                request_serializer=pb.StreamRequest.SerializeToString,
-                response_deserializer=pb.StreamResponse.FromString,
-            )(pb.StreamRequest(request=request), timeout=0.3 if how == "deadline" else None)
+            timeout_s = 0.3 if how == "deadline" else None
+            call = open_stream(channel)(pb.StreamRequest(request=request), timeout=timeout_s)
             if how == "deadline":
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await tokens_of(call)
@@ -98,17 +113,32 @@ def test_leaving_frees_all_blocks(
     run_service(llm, body)
 
 
-def test_cancelling_preempted_sequences_frees_all_blocks(llm: AsyncLLM):
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_leaving_while_preempted_frees_all_blocks(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int, how: str
+):
+    spy = AbortSpy(llm, monkeypatch)
+
     async def body(service: Service) -> None:
-        before = (await service.llm.stats()).preemptions
-        # 160 blocks of 16 hold 2560 tokens; these eight want 8 * 600
-        calls = [start(service, ask([row, 1, 2], 600)) for row in range(8)]
-        async with asyncio.timeout(20):
-            while (await service.llm.stats()).preemptions == before:
+        begin = (await llm.stats()).preemptions
+        # 160 blocks of 16 hold 2560 tokens; these eight rows want 8 * 600
+        neighbours = [start(service, ask([*NEIGHBOUR, row], 600)) for row in range(8 - n)]
+        for neighbour in neighbours:
+            await reach(service, neighbour, "decoding")
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            # the last to come is the first to go
+            last = open_stream(channel)(pb.StreamRequest(request=ask(fresh_prompt(20), 600, n=n)))
+            while (await llm.stats()).preemptions == begin:
                 await asyncio.sleep(0.005)
-        for call in calls:
-            call.cancel()
-        await service.idle_stats()
+            if how == "cancel":
+                last.cancel()
+        before, after = await spy.last()
+        assert before.preemptions > begin and after.steps - before.steps <= 2
+        assert after.running_requests + after.queued_requests == len(neighbours)
+        for row, neighbour in enumerate(neighbours):
+            await check_continues(neighbour, [*NEIGHBOUR, row])
+            neighbour.cancel()
 
     run_service(llm, body)
 

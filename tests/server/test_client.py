@@ -130,6 +130,38 @@ def test_errors_come_back_as_our_classes():
     with_client(use)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_is_tried_again_until_it_is_accepted_and_never_after(is_stream: bool):
+    async def ask(client: AsyncClient) -> str:
+        if is_stream:
+            return "".join([delta.text async for delta in client.stream("x")])
+        return (await client.generate("x")).completions[0].text
+
+    async def body(running: Running) -> None:
+        llm, stream_events = running.llm, running.llm.stream_events
+
+        def first_two_fail(*arguments, **options):
+            llm.error = errors.ServerDrainingError("later") if len(llm.calls) < 2 else None
+            return stream_events(*arguments, **options)
+
+        llm.stream_events = first_two_fail  # type: ignore[method-assign]
+        async with AsyncClient(running.address) as client:
+            assert await ask(client) == TEXT
+            assert len(llm.calls) == 3, "two were refused before they were accepted"
+            del llm.stream_events
+            llm.error, llm.error_after = errors.EngineRestartingError("died"), 0
+            with pytest.raises(errors.EngineRestartingError):
+                await ask(client)
+            assert len(llm.calls) == 4, "a call that was accepted was sent again"
+        llm.error_after = None
+        async with AsyncClient(running.address, retries=False) as client:
+            with pytest.raises(errors.EngineRestartingError):
+                await ask(client)
+        assert len(llm.calls) == 5
+
+    with_server(body)
+
+
 def test_without_admin_address_and_without_server():
     with Client("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match="admin_address"):

@@ -1,8 +1,10 @@
 """One interface, two places for the engine: both behave alike."""
 
+import tempfile
 import threading
 from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -159,6 +161,17 @@ def test_an_engine_that_dies_comes_back_with_the_weights_it_had(tmp_path):
     client.submit(make_request("bad again", [EXIT], max_tokens=5))
     events.wait_for(lambda: len(events.deaths) == 2)
     assert isinstance(events.deaths[1], errors.EngineClosedError)
+    client.close()
+
+
+def test_a_long_name_of_the_temporary_folder_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    client = ProcessEngineClient(make_engine, print, print)
+    assert client.state is EngineState.READY
     client.close()
 
 

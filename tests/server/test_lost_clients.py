@@ -21,13 +21,13 @@ from jaxpaged.v1 import inference_pb2 as pb
 _CLIENT = """
 import sys
 from jaxpaged.client import Client
-from jaxpaged.outputs import Delta
+from jaxpaged import outputs
 from jaxpaged.sampling_params import SamplingParams
 client = Client(sys.argv[1])
 params = SamplingParams(max_tokens=600, temperature=0, n=int(sys.argv[2]))
 for event in client.stream_events([1, 2, 3], params):
-    if isinstance(event, Delta):
-        print("running", flush=True)
+    if isinstance(event, getattr(outputs, sys.argv[3])):
+        print("it is there", flush=True)
 """
 _NODE_CLIENT = Path(__file__).parents[1] / "helpers" / "smoke_client.mjs"
 
@@ -41,24 +41,42 @@ def slow_llm() -> Generator[AsyncLLM]:
 
 
 @pytest.mark.parametrize(
-    ("how", "n"), [(signal.SIGKILL, 1), (signal.SIGKILL, 4), (signal.SIGSTOP, 1)]
+    ("how", "state", "n"),
+    [
+        (signal.SIGKILL, "queued", 4),
+        (signal.SIGKILL, "decoding", 1),
+        (signal.SIGKILL, "decoding", 4),
+        (signal.SIGSTOP, "decoding", 1),
+    ],
 )
 def test_a_lost_client_frees_its_blocks(
-    slow_llm: AsyncLLM, how: signal.Signals, n: int, caplog: pytest.LogCaptureFixture
+    slow_llm: AsyncLLM,
+    how: signal.Signals,
+    state: str,
+    n: int,
+    caplog: pytest.LogCaptureFixture,
 ):
     """SIGSTOP: the connection lives on in the kernel; only a ping finds out."""
 
     async def body(service: Service) -> None:
+        rows = 8 if state == "queued" else 0
+        requests = [pb.StreamRequest(request=ask([row], 600)) for row in range(rows)]
+        neighbours = [service.stub.Stream(request) for request in requests]
+        await until(lambda: len(service.llm.live) == rows and service.llm.live.num_queued == 0)
+        event = "Accepted" if state == "queued" else "Delta"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _CLIENT, service.address, f"{n}"),
+            *(sys.executable, "-c", _CLIENT, service.address, f"{n}", event),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
         )
         try:
             assert process.stdout is not None
-            assert await asyncio.wait_for(process.stdout.readline(), 20) == b"running\n"
+            assert await asyncio.wait_for(process.stdout.readline(), 20) == b"it is there\n"
             process.send_signal(how)
-            await until(lambda: len(service.llm.live) == 0)
+            await until(lambda: len(service.llm.live) == rows)
+            assert service.llm.live.num_queued == 0
+            for neighbour in neighbours:
+                neighbour.cancel()
             stats = await service.idle_stats()
             assert stats.used_blocks == 0
         finally:

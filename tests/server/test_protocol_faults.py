@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 import pytest
-from helpers.running_service import EOF, SERVING, Service, ask, run_service, tokens_of
-from helpers.served_engines import solo_tokens
+from helpers.running_service import EOF, SERVING, Service, ask, run_service, tokens_of, until
+from helpers.served_engines import hold_long_texts, long_text, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.v1 import admin_pb2
@@ -89,6 +89,30 @@ def test_usage_and_endings_of_a_stream_are_those_of_the_unary_call(llm: AsyncLLM
             assert endings[index] == completion.finish_reason
 
     run_service(llm, body)
+
+
+def test_what_is_still_tokenised_when_the_server_drains_is_refused(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+):
+    may_go = hold_long_texts(llm, monkeypatch)
+
+    async def body(service: Service) -> None:
+        calls = [
+            service.stub.Generate(long_text()),
+            service.stub.Stream(pb.StreamRequest(request=long_text())),
+        ]
+        await until(lambda: llm.live.num_queued == 2)
+        await service.admin.Drain(admin_pb2.DrainRequest())
+        may_go.set()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match="draining") as caught:
+                await (tokens_of(call) if hasattr(call, "read") else call)
+            assert caught.value.code() is CODE.UNAVAILABLE
+
+    try:
+        run_service(llm, body)
+    finally:
+        may_go.set()
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Who may connect, who may call, and what a server refuses to start with."""
 
 import asyncio
+import logging
 import shutil
 import subprocess
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_every_call_but_health_needs_a_token(token_files: dict[str, Any]):
             assert await outcome(channel.unary_unary(method), token) is expected, (method, token)
 
     with_server(body, **token_files)
+
+
+def test_refusals_are_counted_and_logged(
+    token_files: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    async def body(running: Running) -> None:
+        for token, reason in (("wrong secret", "BAD_TOKEN"), (USER, "ADMIN_ONLY")):
+            async with AsyncClient(running.address, running.admin_address, token=token) as client:
+                with pytest.raises(errors.JaxpagedError):
+                    await client.stats()
+            registry = running.server._metrics.registry
+            name = "jaxpaged_request_rejections_total"
+            assert registry.get_sample_value(name, {"reason": reason}) == 1
+            assert f"'/jaxpaged.v1.AdminService/GetStats' refused: {reason}" in caplog.text
+
+    with caplog.at_level(logging.INFO, logger="jaxpaged"):
+        with_server(body, **token_files)
+    assert "secret" not in caplog.text and USER not in caplog.text
 
 
 def test_the_client_sends_its_token_and_gets_our_errors(token_files: dict[str, Any]):

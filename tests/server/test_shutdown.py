@@ -1,13 +1,16 @@
 """The end of a server, in every way: drained, told twice, killed, or without its engine."""
 
+import contextlib
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.served_command import Command, serve_command, wait_until
+from helpers.served_command import Command, loading_command, serve_command, wait_until
 from helpers.served_engines import EXIT, solo_tokens
 
 from jaxpaged import errors
@@ -87,9 +90,50 @@ def test_a_second_signal_ends_it_at_once():
         command.wait_for_no_orphan()
 
 
-def test_no_engine_outlives_a_killed_server():
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_no_engine_outlives_a_killed_server(
+    is_stuck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stuck: not one of its threads runs, as while a library holds the interpreter."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serve_command() as command:
+        if is_stuck:
+            command.engine.suspend()
         command.process.kill()
+        try:
+            command.wait_for_no_orphan()
+            assert not list(tmp_path.iterdir()), "it left files behind"
+        finally:
+            for child in command.children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_while_it_loads_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with loading_command() as process:
+        # the engine has connected: it has removed the socket's folder again
+        wait_until(lambda: any(tmp_path.iterdir()))
+        wait_until(lambda: not any(tmp_path.iterdir()))
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive and not any(tmp_path.iterdir())
+
+
+def test_a_stuck_engine_does_not_hold_up_the_end():
+    with serve_command("--stop-grace-s=0.1") as command, Client(command.address) as client:
+        reader = Reader(client, [1, 2], 600)
+        command.engine.suspend()
+        command.process.send_signal(signal.SIGTERM)
+        reader.join(20)
+        assert isinstance(reader.error, errors.ServerDrainingError)
+        assert command.process.wait(20) == 0
         command.wait_for_no_orphan()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from helpers.running_service import EOF, Service, ask, run_service
+from helpers.running_service import EOF, Service, ask, run_service, until
+from helpers.served_engines import STALL
 from helpers.tiny_models import hf_config, random_checkpoint, tiny_config
 from safetensors.numpy import save_file
 
@@ -76,5 +77,25 @@ def test_what_runs_is_told_and_the_version_is_published(llm: AsyncLLM, tmp_path:
         assert info.weights_version == update.weights_version
         answer = await service.stub.Generate(ask([1], 5))
         assert answer.weights_version == update.weights_version
+
+    run_service(llm, body)
+
+
+def test_a_deadline_that_passes_does_not_hide_the_change(llm: AsyncLLM, tmp_path: Path):
+    """The engine is stuck in a step when it is asked, and takes the weights after it."""
+    (tmp_path / "config.json").write_text("{}")
+    version = f"late {id(llm)}"
+    update = admin_pb2.UpdateWeightsRequest(checkpoint_path=str(tmp_path), weights_version=version)
+
+    async def body(service: Service) -> None:
+        running = service.stub.Generate(ask([STALL], 600))
+        await until(lambda: len(llm.live) == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.admin.UpdateWeights(update, timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced"):
+            await running
+        info = await service.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert info.weights_version == version
 
     run_service(llm, body)

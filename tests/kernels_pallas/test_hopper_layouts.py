@@ -1,0 +1,121 @@
+"""Buffers whose layout Mosaic chooses are stored whole.
+
+Mosaic GPU's warpgroup lowering gives shared memory without transforms a layout of its own, swizzled
+perhaps, and does not heed it where a value goes to some of the columns alone (JAX 0.11.2, seen on
+an H200: keys of head_dim 128 were scrambled). The interpreter has no layouts, so that no result
+shows this; the programs do.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas import attention_hopper, write_qkv_hopper
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
+from kernels_pallas.norm_rope import HeadNorms, RopeTables
+from kernels_pallas.pool import KVPool
+
+
+def equations(jaxpr: Any, names: frozenset[str]) -> Iterator[Any]:
+    """All equations of these primitives, inner programs' included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in names:
+            yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, names)
+
+
+def stores_of_some_columns(jaxpr: Any) -> list[str]:
+    """Stores to columns of shared memory whose layout Mosaic chooses."""
+    found = []
+    for kernel in equations(jaxpr, frozenset({"mpmd_map", "core_map"})):
+        settings = kernel.params["compiler_params"] or plgpu.CompilerParams()
+        if settings.lowering_semantics is not plgpu.LoweringSemantics.Warpgroup:
+            continue
+        for store in equations(SimpleNamespace(eqns=[kernel]), frozenset({"swap"})):
+            ref, _, *leaves = store.invars
+            transforms = jax.tree.unflatten(store.params["tree"], leaves)
+            last = transforms[-1].indices[-1] if transforms else None
+            is_ours = any("Unswizzle" in type(t).__name__ for t in transforms)
+            is_part = isinstance(last, pl.Slice) and last.size < ref.aval.shape[-1]
+            if "<smem>" in str(ref.aval) and not is_ours and is_part:
+                found.append(f"{ref.aval} at {last}")
+    return found
+
+
+def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
+    """Of the write and both attention kernels, in a step of 8 rows."""
+    group, num_kv_heads, num_rows = 4, 2, 8
+    metadata = AttentionMetadata(
+        block_tables=jnp.zeros((num_rows, 4), jnp.int32),
+        q_lens=jnp.ones(num_rows, jnp.int32),
+        kv_lens=jnp.ones(num_rows, jnp.int32),
+        slot_mapping=jnp.zeros(num_tokens, jnp.int32),
+        num_decode_rows=jnp.int32(4),
+    )
+    pool = KVPool.create(
+        num_layers=1,
+        num_blocks=4,
+        num_kv_heads=num_kv_heads,
+        block_size=16,
+        head_dim=head_dim,
+        dtype=jnp.bfloat16,
+        layout="hopper",
+    )
+    tuning = attention_hopper.tuning_for(pool, metadata)
+
+    def step(heads, q, scale, angles, pool, metadata):
+        if head_dim <= 128:
+            norms, rope = HeadNorms(scale, scale, 1e-6), RopeTables(angles, angles)
+            first_row, slots = pool.first_row(0), metadata.slot_mapping
+            _, pool = write_qkv_hopper.write_qkv(
+                heads, norms, rope, pool, first_row, slots, q_rows=8
+            )
+        options = AttentionOptions(sm_scale=0.1)
+        return attention_hopper.attend(q, group, pool, 0, metadata, options, None, tuning), pool
+
+    return jax.make_jaxpr(step)(
+        jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), jnp.bfloat16),
+        jnp.zeros((num_tokens, num_kv_heads * group, head_dim), jnp.bfloat16),
+        jnp.zeros(head_dim, jnp.bfloat16),
+        jnp.zeros((num_tokens, head_dim // 2)),
+        pool,
+        metadata,
+    ).jaxpr
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_tokens", [8, 96])
+def test_no_kernel_stores_some_columns_where_mosaic_chooses_layouts(head_dim, num_tokens):
+    jaxpr = step_jaxpr(head_dim, num_tokens)
+    num_stores = sum(1 for _ in equations(jaxpr, frozenset({"swap"})))
+    assert num_stores > 3, "the kernels' stores were not found"
+    assert stores_of_some_columns(jaxpr) == []
+
+
+@pytest.mark.parametrize(
+    ("semantics", "num_found"),
+    [(plgpu.LoweringSemantics.Warpgroup, 1), (plgpu.LoweringSemantics.Lane, 0)],
+)
+def test_such_a_store_is_found(semantics, num_found):
+    def program(in_ref, out_ref, buffer):
+        buffer[:, pl.ds(64, 64)] = plgpu.load(in_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        buffer[...] = plgpu.load(out_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    kernel = plgpu.kernel(
+        program,
+        out_type=jax.ShapeDtypeStruct((64, 128), jnp.bfloat16),
+        scratch_types=(plgpu.SMEM((64, 128), jnp.bfloat16),),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
+    )
+    jaxpr = jax.make_jaxpr(kernel)(jnp.zeros((64, 64), jnp.bfloat16)).jaxpr
+    assert len(stores_of_some_columns(jaxpr)) == num_found
