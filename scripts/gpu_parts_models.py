@@ -21,7 +21,7 @@ from helpers.tiny_models import prompt_logits
 from jaxpaged.checkpoint.locate import home_folder
 from jaxpaged.engine import Engine
 from jaxpaged.logprobs import unpack_logprobs
-from jaxpaged.request import EngineRequest
+from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 
@@ -136,6 +136,8 @@ def run_mixed(engine: Engine, requests: Sequence[EngineRequest], *, seed: int) -
     assert engine.stats().used_blocks == 0
     errors = [error for error in answers.errors.values() if error]
     assert not errors and len(answers.errors) == len(requests), errors
+    failed = [key for key, reason in answers.reasons.items() if reason is FinishReason.ERROR]
+    assert not failed, f"logits that are not finite, in {sorted(failed)}"
     return answers
 
 

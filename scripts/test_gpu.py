@@ -27,19 +27,28 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=parts, help="run these parts alone")
     parser.add_argument(
         "--share",
-        default="1/1",
+        type=share,
+        default=(1, 1),
         metavar="I/N",
         help="of the kernels' shapes, every N-th: compiling is mostly Python, so that N processes "
         "(with XLA_PYTHON_CLIENT_PREALLOCATE=false) are done sooner than one",
     )
     options = parser.parse_args()
-    first, step = map(int, options.share.split("/"))
+    first, step = options.share
     parts["kernels"] = partial(check_kernels, range(first - 1, len(SHAPES), step))
     os.environ["JAXPAGED_DEBUG"] = "1"  # every step of an engine is followed by `check_integrity`
     print(f"jax {jax.__version__} on {jax.devices()[0]}", flush=True)
     results = [run_part(name, parts[name]) for name in options.only or parts]
     print("\n".join(["", *results]))
     return any("FAILED" in result for result in results)
+
+
+def share(text: str) -> tuple[int, int]:
+    """I and N of "I/N", 1 <= I <= N."""
+    first, _, step = text.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N")
+    return int(first), int(step)
 
 
 def run_part(name: str, part: Callable[[], str]) -> str:

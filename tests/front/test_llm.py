@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+from collections.abc import Generator
 
 import numpy as np
 import pytest
@@ -113,6 +114,15 @@ def interrupt_once_running(scripted: ScriptedLLM) -> threading.Thread:
     return thread
 
 
+@pytest.fixture
+def interruptible() -> Generator[None]:
+    """Ctrl-C as in a terminal: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("call", ["generate", "stream", "stats"])
 def test_an_interrupt_cancels_cleanly(call):
     with scripted_llm(ANSWERS) as scripted:

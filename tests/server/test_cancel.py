@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import time
 from typing import Any
 
 import grpc
@@ -113,7 +114,7 @@ def test_leaving_frees_all_blocks(
     run_service(llm, body)
 
 
-@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+@pytest.mark.parametrize("how", ["cancel", "disconnect", "deadline"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_leaving_while_preempted_frees_all_blocks(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int, how: str
@@ -121,16 +122,22 @@ def test_leaving_while_preempted_frees_all_blocks(
     spy = AbortSpy(llm, monkeypatch)
 
     async def body(service: Service) -> None:
+        timeout_s = None
+        if how == "deadline":
+            # Between the first preemption and the neighbours' end, however fast this machine is.
+            timeout_s = 1.4 * await seconds_to_preempt(service, n)
+            spy.stats.clear()
         begin = (await llm.stats()).preemptions
-        # 160 blocks of 16 hold 2560 tokens; these eight rows want 8 * 600
-        neighbours = [start(service, ask([*NEIGHBOUR, row], 600)) for row in range(8 - n)]
-        for neighbour in neighbours:
-            await reach(service, neighbour, "decoding")
+        neighbours = await crowd(service, n)
         async with grpc.aio.insecure_channel(service.address) as channel:
-            # the last to come is the first to go
-            last = open_stream(channel)(pb.StreamRequest(request=ask(fresh_prompt(20), 600, n=n)))
-            while (await llm.stats()).preemptions == begin:
-                await asyncio.sleep(0.005)
+            request = pb.StreamRequest(request=ask(fresh_prompt(20), 600, n=n))
+            last = open_stream(channel)(request, timeout=timeout_s)
+            if how == "deadline":
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await tokens_of(last)
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            else:
+                await preempted(service, begin)
             if how == "cancel":
                 last.cancel()
         before, after = await spy.last()
@@ -141,6 +148,36 @@ def test_leaving_while_preempted_frees_all_blocks(
             neighbour.cancel()
 
     run_service(llm, body)
+
+
+async def crowd(service: Service, n: int) -> list[Any]:
+    """Decoding rows that leave room for `n` more, but not for all of their tokens.
+
+    160 blocks of 16 hold 2560 tokens; eight rows want 8 * 600. The last to come is the first to go.
+    """
+    rows = [start(service, ask([*NEIGHBOUR, row], 600)) for row in range(8 - n)]
+    for row in rows:
+        await reach(service, row, "decoding")
+    return rows
+
+
+async def preempted(service: Service, begin: int) -> None:
+    while (await service.llm.stats()).preemptions == begin:
+        await asyncio.sleep(0.005)
+
+
+async def seconds_to_preempt(service: Service, n: int) -> float:
+    """From a request's start until something is preempted, with `crowd` around it."""
+    begin = (await service.llm.stats()).preemptions
+    calls = await crowd(service, n)
+    start_s = time.monotonic()
+    calls.append(start(service, ask(fresh_prompt(20), 600, n=n)))
+    await preempted(service, begin)
+    seconds = time.monotonic() - start_s
+    for call in calls:
+        call.cancel()
+    await service.idle_stats()
+    return seconds
 
 
 def test_200_random_cancels_leave_nothing_behind(llm: AsyncLLM):

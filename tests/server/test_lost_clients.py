@@ -19,13 +19,15 @@ from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.v1 import inference_pb2 as pb
 
 _CLIENT = """
+import json
 import sys
 from jaxpaged.client import Client
 from jaxpaged import outputs
 from jaxpaged.sampling_params import SamplingParams
 client = Client(sys.argv[1])
-params = SamplingParams(max_tokens=600, temperature=0, n=int(sys.argv[2]))
-for event in client.stream_events([1, 2, 3], params):
+prompt = json.loads(sys.argv[4])
+params = SamplingParams(max_tokens=600 - len(prompt), temperature=0, n=int(sys.argv[2]))
+for event in client.stream_events(prompt, params):
     if isinstance(event, getattr(outputs, sys.argv[3])):
         print("it is there", flush=True)
 """
@@ -34,7 +36,7 @@ _NODE_CLIENT = Path(__file__).parents[1] / "helpers" / "smoke_client.mjs"
 
 @pytest.fixture(scope="module")
 def slow_llm() -> Generator[AsyncLLM]:
-    """Takes 18 s for the clients' 600 tokens: none of them ends by itself."""
+    """Takes 18 s for 600 tokens, of which its blocks hold 1024: no client ends by itself."""
     llm = make_llm("process", 0.03)
     yield llm
     llm.close()
@@ -44,6 +46,10 @@ def slow_llm() -> Generator[AsyncLLM]:
     ("how", "state", "n"),
     [
         (signal.SIGKILL, "queued", 4),
+        (signal.SIGKILL, "prefilling", 1),
+        (signal.SIGKILL, "prefilling", 4),
+        (signal.SIGKILL, "preempted", 1),
+        (signal.SIGKILL, "preempted", 4),
         (signal.SIGKILL, "decoding", 1),
         (signal.SIGKILL, "decoding", 4),
         (signal.SIGSTOP, "decoding", 1),
@@ -59,19 +65,26 @@ def test_a_lost_client_frees_its_blocks(
     """SIGSTOP: the connection lives on in the kernel; only a ping finds out."""
 
     async def body(service: Service) -> None:
-        rows = 8 if state == "queued" else 0
+        rows = {"queued": 8, "preempted": 8 - n}.get(state, 0)
         requests = [pb.StreamRequest(request=ask([row], 600)) for row in range(rows)]
         neighbours = [service.stub.Stream(request) for request in requests]
         await until(lambda: len(service.llm.live) == rows and service.llm.live.num_queued == 0)
-        event = "Accepted" if state == "queued" else "Delta"
+        begin = await service.llm.stats()
+        event = {"queued": "Accepted", "prefilling": "Started"}.get(state, "Delta")
+        # 64 tokens a step, and nothing of it in the prefix cache.
+        prompt = [70 + n, *(i % 50 for i in range(400))] if state == "prefilling" else [1, 2, 3]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _CLIENT, service.address, f"{n}", event),
+            *(sys.executable, "-c", _CLIENT, service.address, f"{n}", event, f"{prompt}"),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
         )
         try:
             assert process.stdout is not None
             assert await asyncio.wait_for(process.stdout.readline(), 20) == b"it is there\n"
+            stats = begin
+            while state == "preempted" and stats.preemptions == begin.preemptions:
+                await asyncio.sleep(0.01)
+                stats = await service.llm.stats()
             process.send_signal(how)
             await until(lambda: len(service.llm.live) == rows)
             assert service.llm.live.num_queued == 0
