@@ -78,6 +78,19 @@ class StepPlan:
     has_masks: bool = False
     prompt_chunks: list[PromptChunk] = field(default_factory=list)
 
+    @classmethod
+    def empty(cls, null_row: int) -> "StepPlan":
+        """One decode row, the null row: computes nothing that anybody reads."""
+        return cls(
+            step_id=0,
+            num_decode_rows=1,
+            rows=[null_row],
+            q_lens=[1],
+            kv_lens=[1],
+            sample_sources=[0],
+            sample_rows=[null_row],
+        )
+
     @property
     def num_tokens(self) -> int:
         return self.num_decode_rows + len(self.token_ids)

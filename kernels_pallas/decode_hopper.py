@@ -64,9 +64,12 @@ def paged_decode(
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
       group: query heads a KV head.
       plan: made with this tuning's `kv_tile` and `num_workers`.
-      out: array whose first rows become the result, in place, where the plan has keys for them;
+      out: array whose first rows become the result, in place, where the plan has tiles for them;
         None = a new one. Only when `writes_whole_rows(group, head_dim)`.
       interpret: run on the CPU; the probabilities then go through shared memory.
+
+    Returns:
+      The result, or `out` with it; rows for which the plan has no tiles hold anything.
     """
     shape = _shape_of(q, group, pool, sinks)
     num_rows, num_places = q.shape[0], 2 * tuning.num_workers
@@ -214,7 +217,7 @@ def _program(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * tuning.workers + pair
-    begin, end, first_row, num_segments = (workers_ref[worker, i] for i in range(4))
+    begin, end, begin_row, num_segments = (workers_ref[worker, i] for i in range(4))
     kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
 
     def walk(visit, *, looks_ahead: bool):
@@ -243,7 +246,7 @@ def _program(
             return position, jnp.where(is_over, row + 1, row), *entries
 
         first_entries = [workers_ref[worker, 4 + i] for i in range(4)] if looks_ahead else []
-        lax.fori_loop(0, num_segments, segment, (begin, first_row, *first_entries))
+        lax.fori_loop(0, num_segments, segment, (begin, begin_row, *first_entries))
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)
     def _load():

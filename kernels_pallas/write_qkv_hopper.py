@@ -22,9 +22,9 @@ from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
-RUN = 16  # tokens in slots side by side that leave in one copy: no block is smaller
-MAX_PROGRAMS = 264  # that run at once: registers leave room for two a multiprocessor
-MAX_EARLY = 64  # tokens
+RUN = 16  # tokens in slots side by side that leave in one copy: divides every block size
+MAX_PROGRAMS = 264  # that run at once on an H200: registers leave room for two a multiprocessor
+MAX_EARLY = 64  # tokens of a step whose programs ask for angles before they wait for heads
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class _Shape:
 
 def can_write(heads: Any, pool: KVPool) -> bool:
     """Whether the kernel takes these arrays: heads as wide as the pool's lanes, 64 or 128."""
-    return heads.shape[3] == pool.lanes and pool.lanes in (64, 128) and heads.dtype == pool.dtype
+    is_wide_enough = heads.shape[3] == pool.lanes and pool.lanes in (64, 128)
+    return is_wide_enough and heads.dtype == pool.dtype and pool.block_size % RUN == 0
 
 
 def write_qkv(
@@ -96,7 +97,7 @@ def write_qkv(
         functools.partial(_program, shape=shape),
         out_type=jax.ShapeDtypeStruct((padded, num_kv_heads * q_rows, head_dim), heads.dtype),
         grid=(num_tiles, num_kv_heads * (shape.group + 2 * shape.parts)),
-        grid_names=("tile", "job"),
+        grid_names=("tile", "part"),
         scratch_types=(
             swizzled_smem((2, *half_tile), heads.dtype),
             plgpu.SMEM((MMA_ROWS, head_dim), heads.dtype),
@@ -116,10 +117,14 @@ def write_qkv(
     return q[:num_tokens], replace(pool, data=jax.freeze(data))
 
 
-def _num_parts(num_tokens: int, num_kv_tiles: int, group: int) -> int:
-    """How many programs share a key or value, so that all still run at once."""
+def _num_parts(num_tokens: int, num_groups: int, group: int) -> int:
+    """How many programs share a key or value, so that all still run at once.
+
+    Args:
+      num_groups: tiles of tokens times KV heads.
+    """
     for parts in (4, 2):
-        if num_tokens > RUN and num_kv_tiles * (group + 2 * parts) <= MAX_PROGRAMS:
+        if num_tokens > RUN and num_groups * (group + 2 * parts) <= MAX_PROGRAMS:
             return parts
     return 1
 
@@ -147,10 +152,11 @@ def _program(
     shape: _Shape,
 ):
     # Of each KV head a program a query head, then `parts` for its key, then as many for its value.
-    job, group, parts = lax.axis_index("job"), jnp.int32(shape.group), jnp.int32(shape.parts)
-    kv_head, job = lax.div(job, group + 2 * parts), lax.rem(job, group + 2 * parts)
-    part = lax.rem(job - group, parts)
-    kind = jnp.where(job < group, job, group + lax.div(job - group, parts))
+    group, parts = jnp.int32(shape.group), jnp.int32(shape.parts)
+    index, per_kv_head = lax.axis_index("part"), group + 2 * parts
+    kv_head, index = lax.div(index, per_kv_head), lax.rem(index, per_kv_head)
+    part = lax.rem(index - group, parts)
+    kind = jnp.where(index < group, index, group + lax.div(index - group, parts))
     head, first_token = kv_head * (group + 2) + kind, lax.axis_index("tile") * MMA_ROWS
     halves = [pl.ds(i * shape.half, shape.half) for i in range(2)]
     for i, half in enumerate(halves):

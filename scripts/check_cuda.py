@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -37,7 +38,7 @@ from tpu_programs import QWEN3_4B
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.sampling import Variant
-from kernels_pallas import attention_hopper
+from kernels_pallas import attention_hopper, prefill_hopper
 
 MAX_TEMPORARIES = 0.05
 MAX_COMPILE_S = 120  # Mosaic's search for layouts can be endless
@@ -57,6 +58,21 @@ TINY_QWEN3 = ModelConfig.from_hf(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 128,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+)
+
+# Like SmolLM2: 3 query heads of 64 a KV head, without norms of them.
+TINY_LLAMA = ModelConfig.from_hf(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
         "intermediate_size": 512,
         "vocab_size": 1024,
         "max_position_embeddings": 4096,
@@ -181,9 +197,13 @@ def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Pa
         if not short or name in SHORT_VARIANTS:
             yield name, partial(compile_attention, mesh, shape)
     # 16 tokens are fewer than a tile of queries has.
-    for bucket in (Bucket(16, 8), Bucket(256, 8)):
-        name = f"tiny Qwen3, {bucket.num_tokens} tokens, mixed"
-        yield name, partial(compile_step, mesh, TINY_QWEN3, bucket, step_folder)
+    for name, model, bucket in (
+        ("tiny Qwen3", TINY_QWEN3, Bucket(16, 8)),
+        ("tiny Qwen3", TINY_QWEN3, Bucket(256, 8)),
+        ("tiny Llama", TINY_LLAMA, Bucket(16, 8)),
+    ):
+        compile_it = partial(compile_step, mesh, model, bucket, step_folder)
+        yield f"{name}, {bucket.num_tokens} tokens, mixed", compile_it
     decode = partial(compile_step, mesh, QWEN3_4B, Bucket(64, 64), step_folder)
     yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, decode", decode
     for variant in (Variant.RANDOM, Variant.RANDOM_BOTH):
@@ -206,10 +226,18 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
         with mock.patch.object(attention_hopper, "own_lens", lambda lens: lens):
             return compile_step(mesh, TINY_QWEN3, Bucket(256, 64), step_folder, dump_folder)
 
+    def cut(dump_folder: Path) -> Program:
+        def paged_prefill(q: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+            return prefill_hopper.paged_prefill(q, *arguments, **options)[: q.shape[0]]
+
+        with mock.patch.object(attention_hopper, "paged_prefill", paged_prefill):
+            return compile_step(mesh, TINY_QWEN3, Bucket(16, 8), step_folder, dump_folder)
+
     for name, compile_it, wanted in (
         ("control: a pool that is not donated", copied, ("copies of", "in place")),
         ("control: a loop out of the graph", driven, ("kWhile",)),
         ("control: lengths as a slice", sliced, ("slices in place",)),
+        ("control: an output cut too early", cut, ("slices in place",)),
     ):
         row = run(name, compile_it, folder)
         is_noticed = all(any(words in problem for problem in row.problems) for words in wanted)

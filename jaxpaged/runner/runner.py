@@ -126,7 +126,7 @@ class Runner:
             for job in as_completed([pool.submit(job) for job in reversed(jobs)]):
                 job.result()
                 bar.update()
-        self.collect(self.dispatch(_empty_plan(self.config.max_num_seqs)))
+        self.collect(self.dispatch(StepPlan.empty(self.config.max_num_seqs)))
         self._num_warm_compiles = executables.programs.num_compiles
 
     def prepare(self, processor: LogitsProcessor) -> None:
@@ -291,16 +291,3 @@ def _free(arrays: Any) -> None:
     for array in jax.tree.leaves(arrays):
         if not array.is_deleted():
             array.delete()
-
-
-def _empty_plan(null_row: int) -> StepPlan:
-    """One decode row, the null row: computes nothing that anybody reads."""
-    return StepPlan(
-        step_id=0,
-        num_decode_rows=1,
-        rows=[null_row],
-        q_lens=[1],
-        kv_lens=[1],
-        sample_sources=[0],
-        sample_rows=[null_row],
-    )

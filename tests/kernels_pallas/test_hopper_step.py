@@ -1,13 +1,16 @@
 """The Hopper kernels behind `ops.paged_attention`, in the GPU interpreter: the quick part."""
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.attention_cases import Shape, make_case, oracle, with_block_dropped, with_layout
 
-from kernels_pallas import ops
+from kernels_pallas import attention_hopper, ops
+from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.tuning import HopperDecodeTuning, HopperPrefillTuning, HopperTuning
 
 TUNING = HopperTuning(HopperDecodeTuning(num_programs=2), HopperPrefillTuning(num_programs=2))
@@ -44,3 +47,40 @@ def test_a_decode_step_equals_the_oracle_and_a_dropped_block_shows():
     # The null block stands in for a dropped one, and holds NaN: no error is below the tolerance.
     other, _ = oracle(with_block_dropped(case, 1, 1), sm_scale=0.125)
     assert not relative_error(case, other) < TOLERANCE
+
+
+def qkv_step(case, impl):
+    """A step from the qkv product on, without norms: real tokens' output, and the layer's pool."""
+    pool = with_layout(case.pool, ops.pool_layout(impl))
+    num_tokens, num_kv_heads, head_dim = case.k_new.shape
+    grouped = case.q.reshape(num_tokens, num_kv_heads, -1, head_dim)
+    heads = jnp.concatenate([grouped, case.k_new[:, :, None], case.v_new[:, :, None]], axis=2)
+    angles = np.random.default_rng(0).uniform(0, 6, (num_tokens, head_dim // 2))
+    rope = RopeTables(jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles)))
+    step = jax.jit(partial(ops.qkv_attention, sm_scale=0.125, impl=impl))
+    out, pool = step(heads, None, rope, pool, jnp.int32(case.layer), case.metadata)
+    num_real = int(case.metadata.cu_q_lens[-1])
+    return np.asarray(out[:num_real], np.float64), pool.layer_kv(case.layer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_decode_rows", "num_tokens", "num_heads"),
+    [
+        (MIXED, 3, 40, (6, 2)),  # 3 * 64 elements: units that do not fill whole rows
+        ([(1, 30), (1, 1), (1, 16)], 3, 8, (2, 2)),
+    ],
+    ids=["mixed", "decode"],
+)
+def test_a_step_from_the_qkv_product_on(rows, num_decode_rows, num_tokens, num_heads, monkeypatch):
+    monkeypatch.setattr(attention_hopper, "tuning_for", lambda pool, metadata: TUNING)
+    q_heads, kv_heads = num_heads
+    step = Shape(q_heads, kv_heads, 64, 16, num_tokens=num_tokens, num_rows=8, dtype=jnp.bfloat16)
+    case = make_case(rows, num_decode_rows=num_decode_rows, shape=step)
+    (out, blocks), (expected, expected_blocks) = (
+        qkv_step(case, impl) for impl in ("hopper_interpret", "xla")
+    )
+    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < TOLERANCE
+    for found, wanted in zip(blocks, expected_blocks, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(found[1:], np.float32), np.asarray(wanted[1:], np.float32), rtol=2**-7
+        )

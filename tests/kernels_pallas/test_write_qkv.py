@@ -17,7 +17,7 @@ from kernels_pallas.pool import KVPool
 from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import can_write, write_qkv
 
-NUM_BLOCKS, BLOCK_SIZE, LAYER = 12, 16, 1
+NUM_BLOCKS, LAYER = 12, 1
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Case:
     """A step; its last `num_padding` tokens are padding.
 
     Attributes:
-      first_run: so many tokens from the second on have slots side by side, the others any.
-      is_shared: several programs share a head's tokens.
+      first_run: so many tokens have slots side by side, the others any; 0 = all any.
+      before_run: tokens before them.
+      max_programs: as many as may run at once, which says how many share a head's tokens.
     """
 
     num_tokens: int
@@ -37,7 +38,9 @@ class Case:
     num_padding: int = 0
     has_norms: bool = True
     first_run: int = 0
-    is_shared: bool = True
+    before_run: int = 1
+    max_programs: int = write_qkv_hopper.MAX_PROGRAMS
+    block_size: int = 16
     dtype: Any = jnp.bfloat16
 
     def arguments(self) -> tuple:
@@ -52,11 +55,13 @@ class Case:
             jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
         )
         norms = HeadNorms(1 + draw(self.head_dim), draw(self.head_dim), 1e-6)
-        pool_shape = (2 * (NUM_BLOCKS + 1), 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
-        slots = rng.permutation(NUM_BLOCKS * BLOCK_SIZE)[: self.num_tokens] + BLOCK_SIZE
+        size = self.block_size
+        pool_shape = (2 * (NUM_BLOCKS + 1), 2, self.num_kv_heads, size, self.head_dim)
+        slots = rng.permutation(NUM_BLOCKS * size)[: self.num_tokens] + size
         if self.first_run:
-            slots = np.roll(np.arange(len(slots)) + BLOCK_SIZE, 1)
-            slots[self.first_run + 1 :] = slots[self.first_run + 1 :][::-1]
+            slots = np.roll(np.arange(len(slots)) + size, self.before_run)
+            end = self.before_run + self.first_run
+            slots[end:] = slots[end:][::-1]
         slots[self.num_tokens - self.num_padding :] = 3
         pool = KVPool(draw(*pool_shape), 2, self.head_dim)
         slots = jnp.asarray(slots, jnp.int32)
@@ -64,8 +69,7 @@ class Case:
 
     def run(self) -> tuple[jax.Array, KVPool]:
         heads, norms, rope, pool, slots = self.arguments()
-        max_programs = write_qkv_hopper.MAX_PROGRAMS if self.is_shared else 0
-        with patch.object(write_qkv_hopper, "MAX_PROGRAMS", max_programs):
+        with patch.object(write_qkv_hopper, "MAX_PROGRAMS", self.max_programs):
             q, pool = write_qkv(
                 heads,
                 norms,
@@ -95,6 +99,8 @@ def assert_one_rounding_apart(actual: jax.Array, expected: jax.Array) -> None:
 
 
 DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
+# Of 40 tokens 32 are two runs, which two of four programs copy whole.
+RUNS = Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +109,10 @@ DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
         DECODE,
         Case(70, 1, 2, 64, q_rows=2, num_padding=3),  # a second tile, hardly begun
         Case(5, 1, 3, 64, q_rows=8, has_norms=False),
+        RUNS,
         Case(70, 1, 1, 64, q_rows=1, first_run=38),  # two whole runs, each cut between programs
-        Case(70, 1, 1, 64, q_rows=1, first_run=38, is_shared=False),
+        Case(70, 1, 1, 64, q_rows=1, first_run=38, max_programs=0),  # the same with one program
+        Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0, max_programs=5, block_size=32),
         Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16),
     ],
     ids=str,
@@ -117,6 +125,26 @@ def test_equals_separate_operations(case: Case, capsys):
     for layer in range(2):
         for blocks, wanted in zip(pool.layer_kv(layer), expected_pool.layer_kv(layer), strict=True):
             assert_one_rounding_apart(blocks[1:], wanted[1:])
+
+
+def test_runs_leave_in_one_copy_each(monkeypatch):
+    """One by one they would come to the same result, only slower: such copies are left out here."""
+    copy = plgpu.copy_smem_to_gmem
+
+    def copy_runs(source: Any, destination: Any) -> None:
+        if source.shape[0] > 1:
+            copy(source, destination)
+
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_runs)
+    (_, pool), (_, expected) = RUNS.run(), RUNS.expected()
+    *_, before, _ = RUNS.arguments()
+    for blocks, wanted, old in zip(
+        *(p.layer_kv(LAYER) for p in (pool, expected, before)), strict=True
+    ):
+        assert_one_rounding_apart(blocks[1:3], wanted[1:3])
+        np.testing.assert_array_equal(
+            np.asarray(blocks[3], np.float32), np.asarray(old[3], np.float32)
+        )
 
 
 def test_padding_is_not_written():
@@ -137,12 +165,12 @@ def test_what_it_cannot_take():
     def heads(head_dim: int, dtype=jnp.bfloat16) -> jax.Array:
         return jnp.zeros((8, 1, 3, head_dim), dtype)
 
-    def pool(head_dim: int) -> KVPool:
+    def pool(head_dim: int, block_size: int = 16) -> KVPool:
         return KVPool.create(
             num_layers=1,
             num_blocks=1,
             num_kv_heads=1,
-            block_size=16,
+            block_size=block_size,
             head_dim=head_dim,
             dtype=jnp.bfloat16,
             layout="hopper",
@@ -152,3 +180,4 @@ def test_what_it_cannot_take():
     assert not can_write(heads(80), pool(80)), "its pool is padded"
     assert not can_write(heads(256), pool(256))
     assert not can_write(heads(64, jnp.float16), pool(64))
+    assert not can_write(heads(64), pool(64, block_size=8))

@@ -159,7 +159,7 @@ async def one_of_many(service: Service, number: int) -> None:
 
 
 def soak(llm: AsyncLLM, num_requests: int) -> None:
-    """Mixed requests; everything is as before at the end, in both processes."""
+    """Mixed requests; nothing is more than before at the end, in either process."""
     engine: Any = llm.engine
     processes = front, engine_process = psutil.Process(), psutil.Process(engine.process_id)
 
@@ -182,10 +182,14 @@ def soak(llm: AsyncLLM, num_requests: int) -> None:
         before, memory_before, threads_before = resources(), memory(), front.num_threads()
         await asyncio.gather(*(client() for _ in range(32)))
         await service.idle_stats()
+
+        def grown() -> bool:
+            return any(now > then for now, then in zip(resources(), before, strict=True))
+
         end = time.monotonic() + 20
-        while resources() != before and time.monotonic() < end:
+        while grown() and time.monotonic() < end:
             await asyncio.sleep(0.1)
-        assert resources() == before
+        assert not grown(), (resources(), before)
         # gRPC's own pool, which Python does not see, has a thread more or less from time to time.
         assert front.num_threads() <= threads_before + 4
         for now, then in zip(memory(), memory_before, strict=True):
