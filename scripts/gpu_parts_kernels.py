@@ -1,4 +1,4 @@
-"""Part "kernels" of scripts/test_gpu: the Hopper kernels against the oracle."""
+"""Parts "kernels" and "write" of scripts/test_gpu: the Hopper kernels against plain operations."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,10 @@ from helpers.attention_cases import with_layout as with_pool_layout
 from helpers.row_oracle import row_oracle
 
 from kernels_pallas import ops
+from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
+from kernels_pallas.pool import KVPool
+from kernels_pallas.write_kv import write_kv
+from kernels_pallas.write_qkv_hopper import write_qkv
 
 IMPL = "hopper"
 TOLERANCE = 1e-2  # relative error of a whole output, bf16 against float64
@@ -40,7 +44,12 @@ SHAPES = [
 
 
 def check_kernels(numbers: Sequence[int] = range(len(SHAPES))) -> str:
-    jobs = [(number, is_decode) for number in numbers for is_decode in (True, False)]
+    # Small steps: fewer tokens than a tile of queries has. Many rows: two workers a multiprocessor.
+    jobs = [
+        (number, kind)
+        for number in numbers
+        for kind in ("decode", "mixed", "small" if number % 2 else "many rows")
+    ]
     # In threads: compiling is what takes time here.
     with ThreadPoolExecutor() as pool:
         errors = [
@@ -50,8 +59,13 @@ def check_kernels(numbers: Sequence[int] = range(len(SHAPES))) -> str:
     return f"{len(errors)} random steps of {len(jobs)} shapes, worst error {max(errors):.1e}"
 
 
-def shape_errors(number: int, is_decode: bool) -> list[float]:
+# Tokens and rows of a step.
+KINDS = {"decode": (8, 8), "mixed": (320, 8), "small": (40, 8), "many rows": (140, 140)}
+
+
+def shape_errors(number: int, kind: str) -> list[float]:
     """Relative errors of random steps of one shape."""
+    num_tokens, num_rows = KINDS[kind]
     num_kv_heads, group, head_dim, block_size, options = SHAPES[number]
     dtype = options.get("dtype", jnp.bfloat16)
     options = {name: value for name, value in options.items() if name != "dtype"}
@@ -60,27 +74,28 @@ def shape_errors(number: int, is_decode: bool) -> list[float]:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-        num_blocks=8 * 640 // block_size,
+        num_blocks=num_rows * 640 // block_size,
         table_width=640 // block_size,
-        num_tokens=8 if is_decode else 320,
-        num_rows=8,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
         dtype=dtype,
     )
-    cases = random_cases(shape, is_decode, number, options.get("window"))
+    cases = random_cases(shape, number, options.get("window"))
     errors = [step_error(case, **options) for case in cases]
     assert max(errors) < TOLERANCE, f"{shape} {options}: relative error {max(errors):.1e}"
     return errors
 
 
-def random_cases(
-    shape: Shape, is_decode: bool, seed: int, window: int | None
-) -> Iterator[AttentionCase]:
+def random_cases(shape: Shape, seed: int, window: int | None) -> Iterator[AttentionCase]:
     rng = np.random.default_rng(seed)
+    num_tokens, num_rows = shape.num_tokens, shape.num_rows
+    assert num_tokens is not None and num_rows is not None
+    is_decode = num_tokens == num_rows
     for step in range(STEPS_PER_SHAPE):
-        num_decode = int(rng.integers(1, 9)) if is_decode else int(rng.integers(0, 4))
+        num_decode = int(rng.integers(1, num_rows + 1)) if is_decode else int(rng.integers(0, 4))
         rows = [(1, int(rng.integers(1, 600))) for _ in range(num_decode)]
         for _ in range(0 if is_decode else int(rng.integers(1, 5))):
-            q_len = int(rng.integers(1, 78))
+            q_len = int(rng.integers(1, (num_tokens - 3) // 4))
             rows.append((q_len, q_len + int(rng.integers(0, 500))))
         yield make_case(
             rows, num_decode_rows=num_decode, shape=shape, seed=100 * seed + step, window=window
@@ -140,3 +155,65 @@ def check_controls() -> None:
         error = np.linalg.norm(difference) / np.linalg.norm(expected)
         assert not error < TOLERANCE, f"{name} went unnoticed"
     assert step_error(case, scale=1.3) > TOLERANCE, "a wrong scale went unnoticed"
+
+
+# --- the write ---------------------------------------------------------------------------------
+
+# Tokens, KV heads, query heads a KV head, head_dim, block_size, rows of q a KV head, whether slots
+# lie side by side. 600 tokens are in runs of several programs and of one.
+WRITES = [
+    (8, 8, 4, 128, 16, 8, False),
+    (5, 3, 3, 64, 16, 8, False),
+    (16, 2, 4, 128, 16, 4, True),
+    (64, 8, 4, 128, 16, 8, False),
+    (70, 2, 1, 128, 32, 1, True),
+    (256, 8, 4, 128, 16, 8, False),
+    (300, 3, 3, 64, 64, 3, True),
+    (600, 8, 4, 128, 128, 4, True),
+    (2100, 2, 2, 64, 16, 2, False),
+]
+
+
+def check_write() -> str:
+    """Norms, RoPE and the write in one kernel, against plain operations: one rounding apart."""
+    with ThreadPoolExecutor() as pool:
+        worst = max(pool.map(write_error, range(len(WRITES))))
+    return f"{len(WRITES)} shapes, at most {worst:.1f} roundings apart"
+
+
+def write_error(number: int) -> float:
+    """The largest difference of q and the pool's layer, in roundings; of other layers it is 0."""
+    num_tokens, num_kv_heads, group, head_dim, block_size, q_rows, is_run = WRITES[number]
+    rng = np.random.default_rng(number)
+    num_blocks = num_tokens // block_size + 4
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    heads = draw(num_tokens, num_kv_heads, group + 2, head_dim)
+    norms = HeadNorms(1 + draw(head_dim), draw(head_dim), 1e-6)
+    angles = rng.uniform(0, 100, (num_tokens, head_dim // 2))
+    rope = RopeTables(jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles)))
+    slots = rng.permutation(num_blocks * block_size)[:num_tokens]
+    if is_run:
+        slots = np.roll(np.arange(num_tokens), 5)
+    slots = jnp.asarray(slots + block_size, jnp.int32)
+    data = draw(2 * (num_blocks + 1), 2, num_kv_heads, block_size, head_dim)
+
+    @jax.jit
+    def write(heads, rope, data, slots):
+        pool = KVPool(data, 2, head_dim)
+        q, pool = write_qkv(heads, norms, rope, pool, pool.first_row(1), slots, q_rows=q_rows)
+        q = q.reshape(num_tokens, num_kv_heads, q_rows, head_dim)[:, :, :group]
+        return q.reshape(num_tokens, -1, head_dim), pool.data
+
+    q, k, v = split_heads(heads, norms, rope)
+    expected = write_kv(KVPool(data, 2, head_dim), 1, k, v, slots).data
+    errors = [
+        np.abs(np.asarray(found, np.float32) - np.asarray(wanted, np.float32))
+        / (np.abs(np.asarray(wanted, np.float32)) + 2**-4)
+        for found, wanted in zip(write(heads, rope, data, slots), (q, expected), strict=True)
+    ]
+    roundings = float(max(error.max() for error in errors)) / float(jnp.finfo(jnp.bfloat16).eps)
+    assert roundings <= 2, f"{WRITES[number]}: {roundings:.1f} roundings apart"
+    return roundings

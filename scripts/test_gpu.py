@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 from gpu_parts_engines import check_compiles, check_engines
-from gpu_parts_kernels import SHAPES, check_kernels
+from gpu_parts_kernels import SHAPES, check_kernels, check_write
 from gpu_parts_models import check_bf16, check_float32, check_smollm2
 
 
@@ -18,6 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Proves the Hopper kernels on a GPU.")
     parts: dict[str, Callable[[], str]] = {
         "kernels": check_kernels,
+        "write": check_write,
         "float32": check_float32,
         "bf16": check_bf16,
         "smollm2": check_smollm2,
