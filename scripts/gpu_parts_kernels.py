@@ -160,7 +160,7 @@ def check_controls() -> None:
 # --- the write ---------------------------------------------------------------------------------
 
 # Tokens, KV heads, query heads a KV head, head_dim, block_size, rows of q a KV head, whether slots
-# lie side by side. 600 tokens are in runs of several programs and of one.
+# lie side by side.
 WRITES = [
     (8, 8, 4, 128, 16, 8, False),
     (5, 3, 3, 64, 16, 8, False),

@@ -15,7 +15,6 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-# general.file_type: 0 is all float32, 1 mostly float16; the rest is quantised or bfloat16.
 # What other models of these architectures scale or clip, by the name in a config.json. It is
 # passed on so that a model which needs it is refused by name.
 _MATHS_OPTIONS = {
@@ -28,6 +27,7 @@ _MATHS_OPTIONS = {
     "logit_scale": "logit_scale",
     "residual_scale": "residual_multiplier",
 }
+# general.file_type: 0 is all float32, 1 mostly float16; the rest is quantised or bfloat16.
 _DTYPES = {0: "float32", 1: "float16"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from helpers.engines import fresh_engine, run_to_end
 from helpers.golden_cases import golden_requests
 from helpers.requests import make_request
+from helpers.wrapped_runner import WrappedRunner
 
 from jaxpaged.runner.buckets import pick_bucket
 from jaxpaged.runner.inputs import StepLayout
@@ -18,7 +19,7 @@ from jaxpaged.step_plan import StepPlan
 from kernels_pallas.checks import check_values
 
 
-class ReadingRunner:
+class ReadingRunner(WrappedRunner):
     """Reads the block tables back after each step, and checks what attention got.
 
     Args:
@@ -26,26 +27,17 @@ class ReadingRunner:
     """
 
     def __init__(self, runner: Runner, spoil: Any = None):
-        self._runner, self._spoil = runner, spoil
-        self.draw, self.collect = runner.draw, runner.collect
-        self.reset, self.close = runner.reset, runner.close
+        super().__init__(runner)
+        self._spoil = spoil
         self.num_padded_rows = self.num_copies = self.num_steps = 0
 
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self._runner.num_compiles_after_warmup
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return self._runner.step_sizes
-
     def dispatch(self, plan: StepPlan) -> Any:
-        handle = self._runner.dispatch(plan)
+        handle = super().dispatch(plan)
         self._check(plan)
         return handle
 
     def _check(self, plan: StepPlan) -> None:
-        runner, config = self._runner, self._runner.config
+        runner, config = self.runner, self.runner.config
         bucket = pick_bucket(runner._buckets, plan)
         packed = runner._packer.pack(plan, bucket, [])
         parts = StepLayout.of(bucket, config.block_size).split(packed)

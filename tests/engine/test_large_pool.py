@@ -7,30 +7,18 @@ import pytest
 from helpers.engines import fresh_engine, load_runner, run_to_end
 from helpers.requests import make_request
 from helpers.tiny_models import hf_config
+from helpers.wrapped_runner import WrappedRunner
 
-from jaxpaged.runner.runner import Runner, StepHandle
+from jaxpaged.runner.runner import StepHandle
 from jaxpaged.step_plan import StepPlan
 
 
-class MirroredRunner:
+class MirroredRunner(WrappedRunner):
     """Uses the pool from its end: block i is the i-th from the last."""
 
-    def __init__(self, runner: Runner):
-        self._runner = runner
-        self.draw, self.collect = runner.draw, runner.collect
-        self.reset, self.close = runner.reset, runner.close
-
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self._runner.num_compiles_after_warmup
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return self._runner.step_sizes
-
     def dispatch(self, plan: StepPlan) -> StepHandle:
-        end = self._runner.config.num_blocks + 1
-        return self._runner.dispatch(
+        end = self.runner.config.num_blocks + 1
+        return super().dispatch(
             replace(
                 plan,
                 table_updates=[(row, i, end - block) for row, i, block in plan.table_updates],

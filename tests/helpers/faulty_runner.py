@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any, Literal
 
+from helpers.wrapped_runner import WrappedRunner
+
 from jaxpaged.runner.runner import Runner, StepHandle
 from jaxpaged.step_plan import StepPlan, StepResult
 
 FaultPlace = Literal["before dispatch", "after donation", "collect", "not finite"]
 
 
-class FaultyRunner:
+class FaultyRunner(WrappedRunner):
     """Does what `runner` does, but for step `fault_step` (counted from 1).
 
     Args:
@@ -19,7 +21,7 @@ class FaultyRunner:
     def __init__(
         self, runner: Runner, place: FaultPlace, *, fault_step: int = 0, sample_idx: int = 0
     ):
-        self.runner = runner
+        super().__init__(runner)
         self.place = place
         self.fault_step = fault_step
         self.sample_idx = sample_idx
@@ -27,32 +29,21 @@ class FaultyRunner:
         self.plans: list[StepPlan] = []
         self._num_collected = 0
 
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self.runner.num_compiles_after_warmup
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return self.runner.step_sizes
-
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self.plans.append(plan)
         is_faulty = len(self.plans) == self.fault_step
         if is_faulty and self.place == "before dispatch":
             raise RuntimeError("injected: nothing was dispatched")
-        handle = self.runner.dispatch(plan)
+        handle = super().dispatch(plan)
         if is_faulty and self.place == "after donation":
             # As after a step whose donated pool never came back.
             self.runner.pool.data.delete()
             raise RuntimeError("injected: the pool is gone")
         return handle
 
-    def draw(self, handle: StepHandle, masks: Any) -> None:
-        self.runner.draw(handle, masks)
-
     def collect(self, handle: StepHandle) -> StepResult:
         self._num_collected += 1
-        result = self.runner.collect(handle)
+        result = super().collect(handle)
         if self._num_collected != self.fault_step:
             return result
         if self.place == "collect":
@@ -66,7 +57,4 @@ class FaultyRunner:
     def reset(self) -> None:
         self.num_resets += 1
         self._num_collected = self.fault_step = 0
-        self.runner.reset()
-
-    def close(self) -> None:
-        self.runner.close()
+        super().reset()

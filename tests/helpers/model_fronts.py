@@ -6,6 +6,7 @@ from typing import Any
 
 from helpers.byte_tokenizer import EOS, ByteTokenizer
 from helpers.engines import fresh_engine
+from helpers.wrapped_runner import WrappedRunner
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.config import EngineConfig
@@ -16,12 +17,12 @@ from jaxpaged.runner.processors import LogitsProcessor
 from jaxpaged.runner.runner import Runner, StepHandle
 from jaxpaged.sampling_params import Prompt, SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults
-from jaxpaged.step_plan import StepPlan, StepResult
+from jaxpaged.step_plan import StepPlan
 
 BeforeDispatch = Callable[[Engine, int], object]
 
 
-class KeptRunner:
+class KeptRunner(WrappedRunner):
     """Passes everything on but `close`: the session's other tests go on with the runner.
 
     Attributes:
@@ -31,34 +32,17 @@ class KeptRunner:
     """
 
     def __init__(self, runner: Runner, interrupt: Callable[[int], object] = lambda num_steps: None):
+        super().__init__(runner)
         self.plans: list[StepPlan] = []
         self.interrupt = interrupt
-        self._runner = runner
-
-    @property
-    def num_compiles_after_warmup(self) -> int:
-        return self._runner.num_compiles_after_warmup
-
-    @property
-    def step_sizes(self) -> tuple[int, ...]:
-        return self._runner.step_sizes
 
     def prepare(self, processor: LogitsProcessor) -> None:
-        self._runner.prepare(processor)
+        self.runner.prepare(processor)
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         self.plans.append(plan)
         self.interrupt(len(self.plans))
-        return self._runner.dispatch(plan)
-
-    def draw(self, handle: StepHandle, masks: Any) -> None:
-        self._runner.draw(handle, masks)
-
-    def collect(self, handle: StepHandle) -> StepResult:
-        return self._runner.collect(handle)
-
-    def reset(self) -> None:
-        self._runner.reset()
+        return super().dispatch(plan)
 
     def close(self) -> None:
         pass
