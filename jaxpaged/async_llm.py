@@ -61,6 +61,7 @@ class AsyncLLM:
       observer: told what happens to requests, when set.
       live: the requests under way.
       engine: where they run.
+      info: what is loaded, and how large the engine around it is.
 
     Raises:
       JaxpagedError: an option is out of range, or the model cannot be loaded.
@@ -101,16 +102,11 @@ class AsyncLLM:
         self.tokenizer = model.tokenizer
         self.observer: RequestObserver | None = None
         self._num_requests = 0
-        self._weights_version = "initial"
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine = connect(self._on_outputs, self._on_died)
         self.live = LiveRequests(self.engine)
         self._maker = RequestMaker(model, self.engine.config)
-
-    @property
-    def info(self) -> ModelInfo:
-        """What is loaded, and how large the engine around it is."""
-        return self._maker.model_info(self._weights_version)
+        self.info: ModelInfo = self._maker.model_info("initial")
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -300,7 +296,7 @@ class AsyncLLM:
     ) -> Collector:
         """Checks everything, then hands the request to the engine."""
         self._enter_loop()
-        self._check_queue()  # before any work: an overloaded server must refuse cheaply
+        self.check_queue()  # before any work: an overloaded server must refuse cheaply
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
         engine_id = f"{self._num_requests}"
@@ -312,7 +308,7 @@ class AsyncLLM:
         # why only now: nothing below waits, so that no two calls can pass the checks together
         if request_id in self.live:
             raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")
-        self._check_queue()
+        self.check_queue()
         needs_text = return_text or request.params.needs_token_texts
         tokenizer = self.tokenizer if needs_text else None
         collector = Collector(request_id, request, tokenizer, self.observer)
@@ -320,7 +316,8 @@ class AsyncLLM:
         self.live.add(collector, queue_timeout_s)
         return collector
 
-    def _check_queue(self) -> None:
+    def check_queue(self) -> None:
+        """Raises QueueFullError when as many requests wait as may."""
         limit = self.config.max_queued_requests
         if self.live.num_queued >= limit:
             raise QueueFullError(
@@ -349,7 +346,7 @@ class AsyncLLM:
         """Called in a thread of the client's."""
         if done.exception() is not None:
             return
-        self._weights_version = weights_version
+        self.info = self._maker.model_info(weights_version)
         if self._loop is not None:
             error = WeightsChangedError("the weights were replaced while the request ran")
             call_soon(self._loop, self.live.fail_all, error)

@@ -42,7 +42,7 @@ _REFLECTION_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 # For the last words of calls that have ended, and for readers that do not read.
 _CLOSE_GRACE_S = 1.0
 EXIT_ENGINE_LOST = 70
-_MESSAGES_PER_S_AND_CORE, _MAX_MESSAGES_PER_S = 1000, 8000
+_MESSAGES_PER_S_AND_CORE, _MAX_MESSAGES_PER_S = 500, 8000
 
 
 class Server:

@@ -128,7 +128,7 @@ class InferenceService:
     def _admit(self, request: pb.GenerateRequest, call: Call) -> "AsyncLLM":
         """Checks what only the wire has, and settles the request id."""
         call.request_id = check_request_id(request.request_id)
-        self._state.admit()
+        self._state.admit().check_queue()  # before any work: a refusal must cost next to nothing
         llm = self._loaded(request.model)
         check_size(request, llm.info)
         return llm

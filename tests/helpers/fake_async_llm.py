@@ -148,6 +148,9 @@ class FakeAsyncLLM:
         self.options: dict[str, Any] = {}
         self.updates: list[tuple[str, str]] = []
 
+    def check_queue(self) -> None:
+        """There is always room."""
+
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         text = prompt.messages[0]["content"] if isinstance(prompt, ChatPrompt) else prompt
         assert isinstance(text, str) and self.tokenizer is not None

@@ -57,10 +57,14 @@ def test_a_full_queue_refuses_before_it_works_on_the_prompt(llm: AsyncLLM):
         try:
             with pytest.raises(grpc.aio.AioRpcError, match="wait already"):
                 await service.stub.Generate(ask([10**9], 5))  # not even its ids are looked at
+            with pytest.raises(grpc.aio.AioRpcError, match="wait already"):
+                await service.stub.Generate(ask([1] * 700, 5))  # nor how many they are
         finally:
             llm.live.num_queued -= llm.config.max_queued_requests
         with pytest.raises(grpc.aio.AioRpcError, match="vocabulary"):
             await service.stub.Generate(ask([10**9], 5))
+        with pytest.raises(grpc.aio.AioRpcError, match="max_model_len=640"):
+            await service.stub.Generate(ask([1] * 700, 5))
 
     run_service(llm, body)
 
