@@ -44,6 +44,10 @@ def test_the_served_model_answers_as_the_golden_one_and_the_front_never_loads_ja
         )
         for owner, has_jax in ((engine, True), (psutil.Process(process.pid), False)):
             assert any("jaxlib" in item.path for item in owner.memory_maps()) == has_jax
+        if sys.platform == "linux":
+            for thread in engine.threads():
+                niceness = os.getpriority(os.PRIO_PROCESS, thread.id)
+                assert niceness > psutil.Process(process.pid).nice(), "steps come before answers"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         assert not engine.is_running()
