@@ -4,6 +4,10 @@ A parameter says how it is shared among devices: `shard_axis` is the axis that i
 device has all of it), `num_parts` how many matrices lie side by side on that axis, so that each is
 cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
 (`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
+
+Between the layers x is float32 in models of any dtype, and so is what a layer adds to it: rounding
+x again and again makes more than half of a bfloat16 model's error. What a product reads has the
+dtype of its weights, and is rounded to it once.
 """
 
 import math
@@ -99,12 +103,21 @@ class Linear(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "num_tokens in_size"], *, axis_name: str | None = None
+        self,
+        x: Float[Array, "num_tokens in_size"],
+        *,
+        out_dtype: DTypeLike | None = None,
+        axis_name: str | None = None,
     ) -> Float[Array, "num_tokens out_size"]:
-        y = jnp.matmul(x, self.kernel[...], precision=_precision(x.dtype))
-        if axis_name is not None:
-            y = jax.lax.psum(y, axis_name)
-        return y if self.bias is None else y + self.bias[...][None, :]
+        """The sums are float32, and rounded to `out_dtype`; None is the dtype of x."""
+        dtype = x.dtype if out_dtype is None else out_dtype
+        y = jnp.matmul(
+            x, self.kernel[...], precision=_precision(x.dtype), preferred_element_type=dtype
+        )
+        if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+            # why rounded: it halves what the devices exchange
+            y = jax.lax.psum(y.astype(x.dtype), axis_name).astype(dtype)
+        return y if self.bias is None else y + self.bias[...].astype(dtype)[None, :]
 
 
 class Embedding(nnx.Module):
@@ -173,6 +186,8 @@ class MLP(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "num_tokens hidden_size"], *, axis_name: str | None = None
-    ) -> Float[Array, "num_tokens hidden_size"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up, axis_name=axis_name)
+    ) -> Float32[Array, "num_tokens hidden_size"]:
+        # why widened: a GPU has bfloat16 products, and XLA would round after each of them
+        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
+        out = (jax.nn.silu(gate) * up).astype(x.dtype)
+        return self.down(out, out_dtype=jnp.float32, axis_name=axis_name)
