@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         axis_name: str | None = None,
     ) -> tuple[Float32[Array, "num_tokens hidden_size"], KVPool]:
         num_tokens = x.shape[0]
-        heads = self.qkv(x).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
+        heads = self.qkv(x, impl=impl).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
@@ -79,4 +79,4 @@ class Attention(nnx.Module):
             impl=impl,
         )
         out = out.astype(x.dtype).reshape(num_tokens, -1)
-        return self.o(out, out_dtype=jnp.float32, axis_name=axis_name), pool
+        return self.o(out, out_dtype=jnp.float32, impl=impl, axis_name=axis_name), pool

@@ -53,7 +53,7 @@ class DecoderLayer(nnx.Module):
             normed, pool, layer, rope, metadata, impl=impl, axis_name=axis_name
         )
         x = x + out
-        return x + self.mlp(self.mlp_norm(x), axis_name=axis_name), pool
+        return x + self.mlp(self.mlp_norm(x), impl=impl, axis_name=axis_name), pool
 
 
 class CausalLM(nnx.Module):
