@@ -49,13 +49,18 @@ def is_hopper() -> bool:
     return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
 
 
+def num_multiprocessors() -> int:
+    """Of the default device or, without a Hopper GPU, of an H200."""
+    found = getattr(jax.devices()[0], "core_count", None) if is_hopper() else None
+    return found or _H200_MULTIPROCESSORS
+
+
 def tuning_for(pool: KVPool, metadata: AttentionMetadata) -> HopperTuning:
     """What suits these shapes, on the default device or, without one, on an H200."""
-    multiprocessors = getattr(jax.devices()[0], "core_count", None) if is_hopper() else None
     return hopper_tuning(
         num_units=metadata.num_rows * pool.num_kv_heads,
         head_dim=pool.lanes,
-        num_programs=multiprocessors or _H200_MULTIPROCESSORS,
+        num_programs=num_multiprocessors(),
     )
 
 

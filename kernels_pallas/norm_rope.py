@@ -25,11 +25,16 @@ class HeadNorms(NamedTuple):
 def rms_norm(
     x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float
 ) -> Float[Array, "*rows size"]:
-    """Divides by the root mean square over the last axis; float32 inside."""
+    """Divides by the root mean square over the last axis; float32 inside, rounded once at the end.
+
+    Returns:
+      In the dtype of `scale`.
+    """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-    return normed * jnp.expand_dims(scale, range(x.ndim - 1))
+    normed = wide * jax.lax.rsqrt(mean_square + eps)
+    wide_scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+    return (normed * wide_scale).astype(scale.dtype)
 
 
 def apply_rope(

@@ -8,12 +8,14 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas import (
     attention_hopper,
     attention_tpu,
     checks,
+    product,
     reference,
     write_qkv_hopper,
     xla,
@@ -151,6 +153,37 @@ def qkv_attention(
     )
 
 
+def matmul(
+    x: Float[Array, "num_tokens in_size"],
+    w: Float[Array, "in_size out_size"],
+    *,
+    out_dtype: DTypeLike | None = None,
+    impl: str | None = None,
+) -> Float[Array, "num_tokens out_size"]:
+    """x @ w, with float32 sums; float32 operands are multiplied with all of their bits.
+
+    Args:
+      out_dtype: what sums are rounded to; None = the dtype of x.
+      impl: as in `paged_attention`; all have XLA's product, "hopper" its own for few rows.
+    """
+    num_programs = _hopper_multiprocessors(impl)
+    return product.matmul(x, w, out_dtype or x.dtype, num_programs=num_programs)
+
+
+def gated_matmul(
+    x: Float[Array, "num_tokens in_size"],
+    w: Float[Array, "in_size twice_out_size"],
+    *,
+    impl: str | None = None,
+) -> Float[Array, "num_tokens out_size"]:
+    """silu(gate) * up, where x @ w has the gates in the first half of its columns.
+
+    Args:
+      impl: see `matmul`.
+    """
+    return product.gated_matmul(x, w, num_programs=_hopper_multiprocessors(impl))
+
+
 def copy_blocks(
     pool: KVPool, sources: Int32[Array, " num_copies"], destinations: Int32[Array, " num_copies"]
 ) -> KVPool:
@@ -189,6 +222,15 @@ def _choose(impl: str | None, q: Shaped, pool: KVPool) -> str:
     if impl is None and name == "hopper" and _unsupported(name, q, pool):
         return "xla"
     return name
+
+
+def _hopper_multiprocessors(impl: str | None) -> int | None:
+    """How many the GPU has that will run this; None where Hopper's products cannot."""
+    if _implementation(impl) != "hopper" or _platform() != "gpu":
+        return None
+    if jax.default_backend() == "gpu" and not attention_hopper.is_hopper():
+        return None
+    return attention_hopper.num_multiprocessors()
 
 
 def _hopper_interpret(name: str) -> plgpu.InterpretGPUParams | None:

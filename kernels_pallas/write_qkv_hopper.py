@@ -264,7 +264,6 @@ def _norm(first, second, scales, shape: _Shape):
 
     def scaled(x, scale):
         scale = lax.broadcast_in_dim(scale, x.shape, [1])
-        normed = (x * factor).astype(shape.dtype).astype(jnp.float32)
-        return (normed * scale).astype(shape.dtype).astype(jnp.float32)
+        return (x * factor * scale).astype(shape.dtype).astype(jnp.float32)
 
     return scaled(first, scales[0]), scaled(second, scales[1])

@@ -1,8 +1,9 @@
 """Grouped-query attention over the paged pool: projections, optional QK norm, RoPE, output."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Linear, RMSNorm
@@ -60,9 +61,9 @@ class Attention(nnx.Module):
         *,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
+    ) -> tuple[Float32[Array, "num_tokens hidden_size"], KVPool]:
         num_tokens = x.shape[0]
-        heads = self.qkv(x).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
+        heads = self.qkv(x, impl=impl).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
@@ -78,4 +79,4 @@ class Attention(nnx.Module):
             impl=impl,
         )
         out = out.astype(x.dtype).reshape(num_tokens, -1)
-        return self.o(out, axis_name=axis_name), pool
+        return self.o(out, out_dtype=jnp.float32, impl=impl, axis_name=axis_name), pool

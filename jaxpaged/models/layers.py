@@ -4,6 +4,10 @@ A parameter says how it is shared among devices: `shard_axis` is the axis that i
 device has all of it), `num_parts` how many matrices lie side by side on that axis, so that each is
 cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
 (`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
+
+Between the layers x is float32 in models of any dtype, and so is what a layer adds to it: rounding
+x again and again makes more than half of a bfloat16 model's error. What a product reads has the
+dtype of its weights, and is rounded to it once.
 """
 
 import math
@@ -15,6 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas.norm_rope import rms_norm
+from kernels_pallas.ops import gated_matmul, matmul
+from kernels_pallas.product import gated, precision_of
 
 
 def _parameter(
@@ -36,14 +42,6 @@ def _parameter(
         shard_axis=shard_axis,
         num_parts=num_parts,
     )
-
-
-def _precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Of a product: float32 means float32 everywhere.
-
-    The default is TensorFloat-32 on a GPU and bfloat16 on a TPU, with 10 and 7 bits of fraction.
-    """
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 class RMSNorm(nnx.Module):
@@ -99,12 +97,20 @@ class Linear(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "num_tokens in_size"], *, axis_name: str | None = None
+        self,
+        x: Float[Array, "num_tokens in_size"],
+        *,
+        out_dtype: DTypeLike | None = None,
+        impl: str | None = None,
+        axis_name: str | None = None,
     ) -> Float[Array, "num_tokens out_size"]:
-        y = jnp.matmul(x, self.kernel[...], precision=_precision(x.dtype))
-        if axis_name is not None:
-            y = jax.lax.psum(y, axis_name)
-        return y if self.bias is None else y + self.bias[...][None, :]
+        """The sums are float32, and rounded to `out_dtype`; None is the dtype of x."""
+        dtype = x.dtype if out_dtype is None else out_dtype
+        y = matmul(x, self.kernel[...], out_dtype=dtype, impl=impl)
+        if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+            # why rounded: it halves what the devices exchange
+            y = jax.lax.psum(y.astype(x.dtype), axis_name).astype(dtype)
+        return y if self.bias is None else y + self.bias[...].astype(dtype)[None, :]
 
 
 class Embedding(nnx.Module):
@@ -138,7 +144,7 @@ class Embedding(nnx.Module):
         table = self.table[...]
         # why this order: at few rows XLA's CPU product is up to three times faster than x @ table.T
         logits = jnp.matmul(
-            table, x.T, precision=_precision(x.dtype), preferred_element_type=jnp.float32
+            table, x.T, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
         ).T
         if table.shape[0] == self.vocab_size:
             return logits
@@ -172,7 +178,14 @@ class MLP(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "num_tokens hidden_size"], *, axis_name: str | None = None
-    ) -> Float[Array, "num_tokens hidden_size"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up, axis_name=axis_name)
+        self,
+        x: Float[Array, "num_tokens hidden_size"],
+        *,
+        impl: str | None = None,
+        axis_name: str | None = None,
+    ) -> Float32[Array, "num_tokens hidden_size"]:
+        if self.gate_up.bias is None:
+            out = gated_matmul(x, self.gate_up.kernel[...], impl=impl)
+        else:
+            out = gated(self.gate_up(x, impl=impl))
+        return self.down(out, out_dtype=jnp.float32, impl=impl, axis_name=axis_name)

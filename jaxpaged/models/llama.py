@@ -7,10 +7,11 @@ Face checkpoint, there `[out, in]`, become which parameter.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import ModelConfig
@@ -38,7 +39,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden_size"],
+        x: Float32[Array, "num_tokens hidden_size"],
         pool: KVPool,
         layer: Int32[Array, ""] | int,
         rope: RopeTables,
@@ -46,13 +47,13 @@ class DecoderLayer(nnx.Module):
         *,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
+    ) -> tuple[Float32[Array, "num_tokens hidden_size"], KVPool]:
         normed = self.attention_norm(x)
         out, pool = self.attention(
             normed, pool, layer, rope, metadata, impl=impl, axis_name=axis_name
         )
         x = x + out
-        return x + self.mlp(self.mlp_norm(x), axis_name=axis_name), pool
+        return x + self.mlp(self.mlp_norm(x), impl=impl, axis_name=axis_name), pool
 
 
 class CausalLM(nnx.Module):
@@ -86,12 +87,12 @@ class CausalLM(nnx.Module):
         positions: Int32[Array, " num_tokens"],
         *,
         axis_name: str | None = None,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], RopeTables]:
-        x = self.embedding(token_ids, axis_name=axis_name)
+    ) -> tuple[Float32[Array, "num_tokens hidden_size"], RopeTables]:
+        x = self.embedding(token_ids, axis_name=axis_name).astype(jnp.float32)
         return x, rope_tables(self.rope, self.head_dim, positions)
 
     def logits(
-        self, x: Float[Array, "num_logit_rows hidden_size"], *, axis_name: str | None = None
+        self, x: Float32[Array, "num_logit_rows hidden_size"], *, axis_name: str | None = None
     ) -> Float32[Array, "num_logit_rows vocab_size"]:
         head = self.embedding if self.head is None else self.head
         return head.logits(self.norm(x), axis_name=axis_name)

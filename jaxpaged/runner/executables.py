@@ -224,7 +224,7 @@ class Executables:
         config = structure.config
         logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
         num_hidden = 0 if bucket.is_decode else bucket.num_tokens
-        hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), structure.dtype)
+        hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), np.float32)
         words = self._int32(NUM_SAMPLE_WORDS, rows)
         return jax.tree.map(self._replicate, (logits, words, hidden))
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jaxpaged.models.llama import DecoderLayer
 from jaxpaged.runner.sharding import AXIS_NAME
@@ -16,7 +16,7 @@ from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool, pool_partition_spec
 
-Hidden = Float[Array, "num_tokens hidden_size"]
+Hidden = Float32[Array, "num_tokens hidden_size"]
 
 
 def forward(

@@ -145,14 +145,31 @@ def test_float32_products_are_full_ones(num_tokens):
 
 def products(num_tokens: int, dtype: str) -> dict[str, int]:
     """Products of a step by the precision that they ask for."""
-    config = tiny_config(num_hidden_layers=1)
+    text = lowered_step(num_tokens, dtype, tiny_config(num_hidden_layers=1))
+    asked = re.findall(r"dot_general .*precision = \[(\w+), \1\]", text)
+    assert len(asked) == text.count("dot_general ")
+    return {name: asked.count(name) for name in ("DEFAULT", "HIGHEST")}
+
+
+@pytest.mark.parametrize("num_tokens", [4, 16], ids=["decode", "prefill"])
+def test_nothing_but_products_is_in_bfloat16(num_tokens):
+    """Elsewhere a GPU would round after each operation, most of all what layers add to."""
+    config = tiny_config(model_type="qwen3", num_hidden_layers=1)
+    assert arithmetic(lowered_step(num_tokens, "bfloat16", config), "bf16") == []
+    assert "add" in arithmetic(lowered_step(num_tokens, "float32", config), "f32")
+
+
+def arithmetic(text: str, dtype: str) -> list[str]:
+    """The operations of a lowered program that round every element to `dtype`."""
+    names = "add|subtract|multiply|divide|negate|exponential|logistic|rsqrt"
+    return re.findall(rf"stablehlo\.({names}) .*tensor<(?:\d+x)*{dtype}>\n", text)
+
+
+def lowered_step(num_tokens: int, dtype: str, config: ModelConfig) -> str:
     weights = load_weights(
         config, random_checkpoint(config), dtype=dtype, mesh=tensor_mesh(1), layout="flat"
     )
     inputs = pack([Row([5], [1])], num_tokens=num_tokens, num_rows=4)
     pool = make_pool(config, tensor_mesh(1), dtype=dtype)
     arguments = (inputs.token_ids, inputs.positions, pool, inputs.metadata, inputs.logit_positions)
-    text = jax.jit(forward).lower(weights, *arguments).as_text()
-    asked = re.findall(r"dot_general .*precision = \[(\w+), \1\]", text)
-    assert len(asked) == text.count("dot_general ")
-    return {name: asked.count(name) for name in ("DEFAULT", "HIGHEST")}
+    return jax.jit(forward).lower(weights, *arguments).as_text()

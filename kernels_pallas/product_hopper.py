@@ -1,0 +1,185 @@
+"""x @ w for the few rows of a decode step on Hopper GPUs, Pallas Mosaic GPU.
+
+The time is what reading the weights takes, if enough of them are on their way at any moment. A
+program multiplies all rows by a tile of columns: one warpgroup streams rows and weights through a
+ring of TMA boxes, the other multiplies. Where tiles are too few for all multiprocessors, several
+programs share a tile's inner axis; their sums stay apart, float32, for whoever reads them adds them
+up together with what it does anyway (a residual, a norm).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.hopper_parts import (
+    MMA_ROWS,
+    interpreted_options,
+    mma_accumulator,
+    swizzled_smem,
+)
+from kernels_pallas.metadata import Shaped
+
+STEP = 64  # of the inner axis, and columns: one swizzle pattern
+WIDE_ROWS = 64  # from so many rows on, reading them once more for each tile costs too much
+
+
+@dataclass(frozen=True)
+class ProductTiling:
+    """How a product is cut.
+
+    Attributes:
+      tile: columns of a program; of a gated product, as many gates and their ups.
+      split: programs that share the inner axis.
+      stages: STEPs of the inner axis in shared memory.
+    """
+
+    tile: int
+    split: int
+    stages: int
+
+
+def can_multiply(x: Shaped, w: Shaped, *, is_gated: bool = False) -> bool:
+    """Whether the kernel takes these arrays."""
+    num_rows, columns = x.shape[0], w.shape[1] // (2 if is_gated else 1)
+    return (
+        x.dtype == w.dtype
+        and x.dtype in (jnp.bfloat16, jnp.float16)
+        and num_rows % 8 == 0
+        and 0 < num_rows <= MMA_ROWS
+        and w.shape[0] % STEP == 0
+        and columns % STEP == 0
+    )
+
+
+def product_tiling(
+    num_rows: int, inner: int, columns: int, *, is_gated: bool, num_programs: int
+) -> ProductTiling:
+    """What was fastest on an H200 for the shapes of docs/performance.md.
+
+    Args:
+      columns: of the result.
+      num_programs: multiprocessors.
+    """
+    tiles = columns // STEP
+    if is_gated:  # few stages: two programs fit on a multiprocessor
+        return ProductTiling(STEP, 1, 4)
+    split = max(1, min(round(num_programs / tiles), inner // STEP))
+    if split == 1 and num_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
+        return ProductTiling(2 * STEP, min(2, inner // STEP), 6)
+    return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
+
+
+def product(
+    x: Float[Array, "num_rows inner"],
+    w: Float[Array, "inner num_columns"],
+    tiling: ProductTiling,
+    *,
+    is_gated: bool = False,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "split num_rows columns"]:
+    """x @ w; or, gated, silu(gate) * up of it, where gates are the first half of its columns.
+
+    Args:
+      x, w: see `can_multiply`.
+      tiling: of a gated product, not split.
+      interpret: run on the CPU.
+
+    Returns:
+      Sums over each program's share of the inner axis, float32, to be added up; rounded to x's
+      dtype where the axis is not shared.
+    """
+    num_rows, columns = x.shape[0], w.shape[1] // (2 if is_gated else 1)
+    parts, dtype = (2 if is_gated else 1), x.dtype
+    kernel = plgpu.kernel(
+        functools.partial(_program, tiling=tiling, second=columns if is_gated else None),
+        out_type=jax.ShapeDtypeStruct(
+            (tiling.split, num_rows, columns), dtype if tiling.split == 1 else jnp.float32
+        ),
+        grid=(columns // tiling.tile, tiling.split),
+        grid_names=("tile", "share"),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types=(
+            swizzled_smem((tiling.stages, MMA_ROWS, STEP), dtype),
+            swizzled_smem((tiling.stages, parts, STEP, tiling.tile), dtype),
+            plgpu.SMEM((MMA_ROWS, tiling.tile), dtype if tiling.split == 1 else jnp.float32),
+            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiling.stages),
+            plgpu.Barrier(num_barriers=tiling.stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **interpreted_options(interpret),
+    )
+    # XLA hands a kernel part of an array in place, which it may have done for the attention's output.
+    return kernel(lax.optimization_barrier(x), w)
+
+
+def _program(
+    x_ref,  # [num_rows, inner] GMEM
+    w_ref,  # [inner, num_columns] GMEM
+    out_ref,  # [split, num_rows, columns] GMEM
+    x_sm,  # [stages, MMA_ROWS, STEP] SMEM
+    w_sm,  # [stages, parts, STEP, tile] SMEM
+    out_sm,  # [MMA_ROWS, tile] SMEM
+    there,
+    read,
+    *,
+    tiling: ProductTiling,
+    second: int | None,  # where the ups begin
+):
+    num_rows, stages = x_ref.shape[0], jnp.int32(tiling.stages)
+    share, first_column = lax.axis_index("share"), lax.axis_index("tile") * tiling.tile
+    num_steps, split = x_ref.shape[1] // STEP, jnp.int32(tiling.split)
+    begin = lax.div(share * num_steps, split)
+    total = lax.div((share + 1) * num_steps, split) - begin
+    offsets = (0,) if second is None else (0, second)
+
+    @pl.when(lax.axis_index("warpgroup") == 1)
+    def _load():
+        @pl.loop(0, total)
+        def _(i):
+            slot, inner = lax.rem(i, stages), pl.ds((begin + i) * STEP, STEP)
+            pl.when(i >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            for part, offset in enumerate(offsets):
+                columns = pl.ds(first_column + offset, tiling.tile)
+                plgpu.copy_gmem_to_smem(
+                    w_ref.at[inner, columns], w_sm.at[slot, part], there.at[slot]
+                )
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[:, inner], x_sm.at[slot, pl.ds(0, num_rows)], there.at[slot]
+            )
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _multiply():
+        def add_up(*accs):
+            @pl.loop(0, total)
+            def _(i):
+                slot = lax.rem(i, stages)
+                plgpu.barrier_wait(there.at[slot])
+                for part, acc in enumerate(accs):  # rows past num_rows: anything, not stored
+                    plgpu.wgmma(acc, x_sm.at[slot], w_sm.at[slot, part])
+                plgpu.wgmma_wait(len(accs))
+                # The products before these have read their operands.
+                pl.when((i > 0) & (i - 1 + stages < total))(
+                    lambda: plgpu.barrier_arrive(read.at[lax.rem(i - 1, stages)])
+                )
+
+            return tuple(acc[...] for acc in accs)
+
+        sums = pl.run_scoped(add_up, *[mma_accumulator(MMA_ROWS, tiling.tile)] * len(offsets))
+        out_sm[...] = (sums[0] if second is None else _gated(*sums)).astype(out_sm.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            out_sm.at[pl.ds(0, num_rows)],
+            out_ref.at[share, :, pl.ds(first_column, tiling.tile)],
+        )
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _gated(gate, up):
+    return gate / (1.0 + jnp.exp(-gate)) * up
