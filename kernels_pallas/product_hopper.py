@@ -71,7 +71,8 @@ def product_tiling(
         return ProductTiling(STEP, 1, 4)
     split = max(1, min(round(num_programs / tiles), inner // STEP))
     if split == 1 and num_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
-        return ProductTiling(2 * STEP, min(2, inner // STEP), 6)
+        fits_twice = columns // STEP <= num_programs and inner > STEP
+        return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
     return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
 
 

@@ -25,7 +25,10 @@ from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 
-MARGIN = 0.1  # of the top two log-probabilities, above which bf16 must not change a token
+MARGIN = 0.1  # of the top two log-probabilities, above which rounding must not change a token
+# SmolLM2 in bfloat16 is further off than that, whoever runs it: Hugging Face's own first differences
+# to its float32 have margins up to 0.24. Half of the error's variance is x between the layers.
+SMOLLM2_MARGINS = {"float16": MARGIN, "bfloat16": 0.25}
 LOGITS_TOLERANCE = 1e-3  # logits reach 19; TensorFloat-32 would round them to 1e-2
 GOLDENS = Path("tests/goldens")
 
@@ -77,11 +80,17 @@ def check_bf16() -> str:
 
 
 def check_smollm2() -> str:
-    """SmolLM2's goldens (Hugging Face, float32) hold in bf16 where the margin allows no doubt."""
+    """SmolLM2's goldens (Hugging Face, float32) hold where the margin allows no doubt."""
     cases = json.loads((GOLDENS / "smollm2.json").read_text())["cases"]
+    told = [f"{dtype}: {smollm2_agreement(cases, dtype)}" for dtype in SMOLLM2_MARGINS]
+    return "; ".join(told)
+
+
+def smollm2_agreement(cases: Sequence[Mapping[str, Any]], dtype: str) -> str:
+    """A line about the runs in one dtype."""
     runner = load_runner(
         "smollm2",
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=1024,
         num_blocks=2048,
         max_num_seqs=8,
@@ -97,7 +106,8 @@ def check_smollm2() -> str:
         )
         for name, answers in runs.items()
     }
-    return told_of(agreements, sum(len(case["output_token_ids"]) for case in cases))
+    total = sum(len(case["output_token_ids"]) for case in cases)
+    return told_of(agreements, total, margin=SMOLLM2_MARGINS[dtype])
 
 
 # --- the ways that an engine runs requests -----------------------------------------------------
@@ -194,14 +204,16 @@ class Agreement:
         return cls(sum(part.num_tokens for part in parts), tuple(margins))
 
 
-def told_of(agreements: Mapping[str, Agreement], total: int) -> str:
+def told_of(
+    agreements: Mapping[str, Agreement], total: int, *, margin: float = MARGIN
+) -> str:
     """A line about the runs; raises where one differs with a clear margin, or too early."""
     clear = {
-        name: [round(margin, 2) for margin in found.margins if margin > MARGIN]
+        name: [round(found_margin, 2) for found_margin in found.margins if found_margin > margin]
         for name, found in agreements.items()
     }
     fewest = min(found.num_tokens for found in agreements.values())
-    assert not any(clear.values()), f"margins over {MARGIN} at first differences: {clear}"
+    assert not any(clear.values()), f"margins over {margin} at first differences: {clear}"
     assert fewest > 0.5 * total, f"only {fewest} of {total} tokens come before first differences"
     return (
         f"{len(agreements)} runs, {fewest} to "

@@ -12,6 +12,7 @@ import jax
 from gpu_parts_engines import check_compiles, check_engines
 from gpu_parts_kernels import SHAPES, check_kernels, check_write
 from gpu_parts_models import check_bf16, check_float32, check_smollm2
+from gpu_parts_products import check_products
 
 
 def main() -> int:
@@ -19,6 +20,7 @@ def main() -> int:
     parts: dict[str, Callable[[], str]] = {
         "kernels": check_kernels,
         "write": check_write,
+        "products": check_products,
         "float32": check_float32,
         "bf16": check_bf16,
         "smollm2": check_smollm2,

@@ -1,9 +1,8 @@
 """Grouped-query attention over the paged pool: projections, optional QK norm, RoPE, output."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import Linear, RMSNorm
@@ -59,9 +58,10 @@ class Attention(nnx.Module):
         rope: RopeTables,
         metadata: AttentionMetadata,
         *,
+        out_dtype: DTypeLike,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> tuple[Float32[Array, "num_tokens hidden_size"], KVPool]:
+    ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
         num_tokens = x.shape[0]
         heads = self.qkv(x, impl=impl).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
         norms = None
@@ -79,4 +79,4 @@ class Attention(nnx.Module):
             impl=impl,
         )
         out = out.astype(x.dtype).reshape(num_tokens, -1)
-        return self.o(out, out_dtype=jnp.float32, impl=impl, axis_name=axis_name), pool
+        return self.o(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name), pool

@@ -5,9 +5,9 @@ device has all of it), `num_parts` how many matrices lie side by side on that ax
 cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
 (`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
 
-Between the layers x is float32 in models of any dtype, and so is what a layer adds to it: rounding
-x again and again makes more than half of a bfloat16 model's error. What a product reads has the
-dtype of its weights, and is rounded to it once.
+In small steps x is float32 between the layers, in models of any dtype (see `llama.MAX_WIDE_TOKENS`),
+and so is what a layer adds to it. What a product reads has the dtype of its weights, and is rounded
+to it once.
 """
 
 import math
@@ -181,11 +181,12 @@ class MLP(nnx.Module):
         self,
         x: Float[Array, "num_tokens hidden_size"],
         *,
+        out_dtype: DTypeLike | None = None,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> Float32[Array, "num_tokens hidden_size"]:
+    ) -> Float[Array, "num_tokens hidden_size"]:
         if self.gate_up.bias is None:
             out = gated_matmul(x, self.gate_up.kernel[...], impl=impl)
         else:
             out = gated(self.gate_up(x, impl=impl))
-        return self.down(out, out_dtype=jnp.float32, impl=impl, axis_name=axis_name)
+        return self.down(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.llama import DecoderLayer
 from jaxpaged.runner.sharding import AXIS_NAME
@@ -16,7 +16,7 @@ from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool, pool_partition_spec
 
-Hidden = Float32[Array, "num_tokens hidden_size"]
+Hidden = Float[Array, "num_tokens hidden_size"]
 
 
 def forward(
@@ -95,7 +95,7 @@ def _forward_share(
             x, pool = _run_layer(
                 group.structure, arrays[idx], x, pool, layer, rope, metadata, impl=impl
             )
-    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
+    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x.astype(jnp.float32)
 
 
 def _scan_group(

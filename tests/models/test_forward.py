@@ -19,6 +19,7 @@ from helpers.tiny_models import (
     tiny_config,
 )
 
+from jaxpaged.models import llama
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import CausalLM, DecoderLayer
 from jaxpaged.runner.forward import forward
@@ -151,11 +152,15 @@ def products(num_tokens: int, dtype: str) -> dict[str, int]:
     return {name: asked.count(name) for name in ("DEFAULT", "HIGHEST")}
 
 
-@pytest.mark.parametrize("num_tokens", [4, 16], ids=["decode", "prefill"])
-def test_nothing_but_products_is_in_bfloat16(num_tokens):
-    """Elsewhere a GPU would round after each operation, most of all what layers add to."""
+@pytest.mark.parametrize(
+    "num_tokens, rounded",
+    [(4, []), (16, []), (llama.MAX_WIDE_TOKENS + 16, ["add", "add"])],
+    ids=["decode", "prefill", "long prefill"],
+)
+def test_nothing_but_products_is_in_bfloat16(num_tokens, rounded):
+    """Elsewhere a GPU would round after each operation; long steps round what layers add to."""
     config = tiny_config(model_type="qwen3", num_hidden_layers=1)
-    assert arithmetic(lowered_step(num_tokens, "bfloat16", config), "bf16") == []
+    assert arithmetic(lowered_step(num_tokens, "bfloat16", config), "bf16") == rounded
     assert "add" in arithmetic(lowered_step(num_tokens, "float32", config), "f32")
 
 
