@@ -204,9 +204,7 @@ class Agreement:
         return cls(sum(part.num_tokens for part in parts), tuple(margins))
 
 
-def told_of(
-    agreements: Mapping[str, Agreement], total: int, *, margin: float = MARGIN
-) -> str:
+def told_of(agreements: Mapping[str, Agreement], total: int, *, margin: float = MARGIN) -> str:
     """A line about the runs; raises where one differs with a clear margin, or too early."""
     clear = {
         name: [round(found_margin, 2) for found_margin in found.margins if found_margin > margin]
