@@ -50,11 +50,13 @@ class ResolvedConfig:
     Attributes:
       model: the name under which it is served.
       vocab_size: width of the logits.
+      platform: "cpu", "gpu" or "tpu".
       kv_dtype: of the KV pool.
     """
 
     model: str
     vocab_size: int
+    platform: str
     dtype: str
     kv_dtype: str
     max_model_len: int

@@ -30,7 +30,8 @@ def matmul(
     """
     if num_programs is None or not can_multiply(x, w):
         return jnp.matmul(x, w, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
-    tiling = product_tiling(*x.shape, w.shape[1], is_gated=False, num_programs=num_programs)
+    num_rows, inner = x.shape
+    tiling = product_tiling(num_rows, inner, w.shape[1], is_gated=False, num_programs=num_programs)
     sums = product(x, w, tiling)
     return sums.sum(axis=0).astype(out_dtype) if tiling.split > 1 else sums[0].astype(out_dtype)
 
@@ -45,8 +46,8 @@ def gated_matmul(
     if num_programs is None or not can_multiply(x, w, is_gated=True):
         sums = jnp.matmul(x, w, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
         return gated(sums)
-    columns = w.shape[1] // 2
-    tiling = product_tiling(*x.shape, columns, is_gated=True, num_programs=num_programs)
+    (num_rows, inner), columns = x.shape, w.shape[1] // 2
+    tiling = product_tiling(num_rows, inner, columns, is_gated=True, num_programs=num_programs)
     return product(x, w, tiling, is_gated=True)[0]
 
 

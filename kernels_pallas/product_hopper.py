@@ -116,7 +116,7 @@ def product(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted_options(interpret),
     )
-    # XLA hands a kernel part of an array in place, which it may have done for the attention's output.
+    # why a barrier: XLA hands a kernel part of an array in place, here of the attention's output
     return kernel(lax.optimization_barrier(x), w)
 
 

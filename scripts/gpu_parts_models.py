@@ -26,8 +26,8 @@ from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 
 MARGIN = 0.1  # of the top two log-probabilities, above which rounding must not change a token
-# SmolLM2 in bfloat16 is further off than that, whoever runs it: Hugging Face's own first differences
-# to its float32 have margins up to 0.24. Half of the error's variance is x between the layers.
+# SmolLM2 in bfloat16 is further off, whoever runs it: Hugging Face's own first differences to its
+# float32 have margins up to 0.24.
 SMOLLM2_MARGINS = {"float16": MARGIN, "bfloat16": 0.25}
 LOGITS_TOLERANCE = 1e-3  # logits reach 19; TensorFloat-32 would round them to 1e-2
 GOLDENS = Path("tests/goldens")
@@ -86,7 +86,7 @@ def check_smollm2() -> str:
     return "; ".join(told)
 
 
-def smollm2_agreement(cases: Sequence[Mapping[str, Any]], dtype: str) -> str:
+def smollm2_agreement(cases: Sequence[dict[str, Any]], dtype: str) -> str:
     """A line about the runs in one dtype."""
     runner = load_runner(
         "smollm2",

@@ -1,6 +1,5 @@
-"""Part of scripts/test_gpu: the Hopper kernel's products with weights, against float32 on the same GPU."""
+"""Part of scripts/test_gpu: the Hopper kernel's products with weights, against float32."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +15,7 @@ TOLERANCE = 1e-5  # of the largest sum: only the order of float32 additions diff
 def check_products() -> str:
     """Products of random and of a real model's shapes, and what must be noticed."""
     rng = np.random.default_rng(0)
-    shapes = [(rows, *shape) for shape in REAL for rows in (8, 32, 64)]
+    shapes = [(rows, *shape) for shape, rows in zip(REAL, (8, 64, 32, 64), strict=True)]
     for _ in range(NUM_RANDOM):
         inner, columns = (64 * int(rng.integers(1, 20)) for _ in range(2))
         shapes.append((8 * int(rng.integers(1, 9)), inner, columns, bool(rng.integers(2))))
@@ -40,7 +39,7 @@ def product_error(
     """The largest difference to a float32 product, as a share of what is allowed."""
     width = columns * (2 if is_gated else 1)
     x, w = (
-        jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, jnp.bfloat16)
+        jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5, jnp.bfloat16)
         for shape in ((num_rows, inner), (inner, width))
     )
     assert can_multiply(x, w, is_gated=is_gated)
@@ -50,13 +49,12 @@ def product_error(
     found = product(x, w, tiling, is_gated=is_gated)
     if is_wrong:
         x = x.at[:, -64:].set(0)
-    wide = [array.astype(jnp.float32) for array in (x, w)]
-    expected = jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)
+    # On the host: XLA would try many ways of each product first.
+    expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     if is_gated:
-        gate, up = jnp.split(expected, 2, axis=-1)
-        expected = jax.nn.silu(gate) * up
+        gate, up = np.split(expected, 2, axis=-1)
+        expected = gate / (1 + np.exp(-gate)) * up
     rounding = 0.0 if tiling.split > 1 else float(jnp.finfo(found.dtype).eps)
-    found = found.astype(jnp.float32).sum(axis=0)
-    size = jnp.abs(expected)
+    size = np.abs(expected)
     allowed = rounding * size + (10 * TOLERANCE if is_gated else TOLERANCE) * size.max()
-    return float((jnp.abs(found - expected) / allowed).max())
+    return float((np.abs(np.asarray(found, np.float32).sum(axis=0) - expected) / allowed).max())

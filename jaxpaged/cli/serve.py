@@ -33,7 +33,8 @@ _SERVER_HELP = {
     "raise it where steps are slow (a CPU)",
     "max_pending_tokens": "tokens that the reader of a stream may be behind",
     "max_messages_per_s": "messages that all streams together get; beyond that, a message carries "
-    "several tokens, so that many streams do not slow the engine down; default: 500 a core",
+    "several tokens, so that many streams do not slow the engine down; default: 500 a core, 300 "
+    "where the model runs on a CPU",
     "tls_cert": "PEM file with the server's certificate chain",
     "tls_key": "PEM file with its key",
     "tls_client_ca": "PEM file; clients must show a certificate signed by it (mTLS)",

@@ -5,9 +5,9 @@ device has all of it), `num_parts` how many matrices lie side by side on that ax
 cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
 (`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
 
-In small steps x is float32 between the layers, in models of any dtype (see `llama.MAX_WIDE_TOKENS`),
-and so is what a layer adds to it. What a product reads has the dtype of its weights, and is rounded
-to it once.
+In small steps x is float32 between the layers, in models of any dtype, and so is what a layer adds
+to it (see `llama.MAX_WIDE_TOKENS`). What a product reads has the dtype of its weights, and is
+rounded to it once.
 """
 
 import math

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from jaxpaged.step_plan import StepPlan
 
+MANY_TOKENS = 2048  # from here on steps with prompts grow by two
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -28,11 +30,16 @@ def make_buckets(*, max_num_seqs: int, max_num_tokens: int, on_cpu: bool = True)
     Decode buckets grow by two up to `max_num_seqs`. Steps with prompts always have `max_num_seqs`
     rows and grow in tokens alone, so that sizes add up instead of multiplying. On accelerators,
     where compiling costs much, there are fewer: none under 8 rows (a matrix unit's least), and
-    steps with prompts grow by four, for the scheduler fills them.
+    steps with prompts grow by four, for the scheduler fills them; from thousands of tokens on by
+    two, for the fewer tokens, the less a product's tiles fill all multiprocessors.
     """
     decode = [Bucket(rows, rows) for rows in _growing(1 if on_cpu else 8, max_num_seqs, 2)]
     first = max(16, 1 << max_num_seqs.bit_length())  # more tokens than rows: never a decode bucket
     sizes = _growing(first, max(first, max_num_tokens), 2 if on_cpu else 4)
+    if not on_cpu:
+        many = [size for size in sizes if size >= MANY_TOKENS]
+        sizes = [size for size in sizes if size < MANY_TOKENS]
+        sizes += _growing(many[0], many[-1], 2) if many else []
     prefill = [Bucket(num_tokens, max_num_seqs) for num_tokens in sizes]
     return sorted(decode + prefill)
 

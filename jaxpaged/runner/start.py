@@ -132,6 +132,7 @@ def resolve_config(config: EngineConfig, name: str, weights: Weights) -> Resolve
     return ResolvedConfig(
         model=name,
         vocab_size=model.vocab_size,
+        platform=weights.structure.mesh.devices.flat[0].platform,
         dtype=weights.structure.dtype,
         kv_dtype=weights.structure.dtype,
         max_model_len=_fitting_len(config, wanted_len, num_blocks),

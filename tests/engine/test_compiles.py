@@ -79,6 +79,13 @@ def test_buckets_hold_every_plan(max_num_seqs, max_num_tokens):
                 assert not bucket.is_decode or num_tokens == num_rows
 
 
+def test_accelerators_have_few_sizes_and_more_of_the_large():
+    buckets = make_buckets(max_num_seqs=256, max_num_tokens=8192, on_cpu=False)
+    decode = [bucket.num_tokens for bucket in buckets if bucket.is_decode]
+    prompts = [bucket.num_tokens for bucket in buckets if not bucket.is_decode]
+    assert decode == [8, 16, 32, 64, 128, 256] and prompts == [512, 2048, 4096, 8192]
+
+
 def test_the_scheduler_fills_the_sizes_that_were_compiled(tiny_runner):
     runner = tiny_runner("tiny_qwen3")
     engine = fresh_engine(runner, enable_prefix_caching=False)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 from jaxpaged.config import EngineConfig
@@ -85,6 +86,7 @@ class FakeEngineClient:
     """An engine that could always step."""
 
     state = EngineState.READY
+    config = SimpleNamespace(platform="cpu")
 
     def stats(self) -> Future[EngineStats]:
         future: Future[EngineStats] = Future()

@@ -43,6 +43,7 @@ def scripted_front(
     settings = {
         "model": "scripted",
         "vocab_size": MODEL_VOCAB_SIZE,
+        "platform": "cpu",
         "dtype": "float32",
         "kv_dtype": "float32",
         "max_model_len": 256,

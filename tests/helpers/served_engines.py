@@ -101,6 +101,7 @@ def make_engine(step_s: float = 0.0, **changes: Any) -> Engine:
     config = ResolvedConfig(
         model="fake",
         vocab_size=260,
+        platform="cpu",
         dtype="float32",
         kv_dtype="float32",
         max_model_len=MAX_MODEL_LEN,
