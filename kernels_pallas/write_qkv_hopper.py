@@ -37,7 +37,6 @@ class _Shape:
     box: int  # tokens that one TMA box takes
     parts: int  # programs that share the keys or values of one head and tile
     loads_early: bool
-    has_runs: bool
     eps: float | None  # None: no norms
     dtype: jnp.dtype
 
@@ -57,7 +56,6 @@ def write_qkv(
     slot_mapping: Int32[Array, " num_tokens"],
     *,
     q_rows: int,
-    has_runs: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "num_tokens num_kv_heads_x_q_rows head_dim"], KVPool]:
     """Norms, turns, and writes the keys and values of one layer into their slots, in place.
@@ -68,8 +66,6 @@ def write_qkv(
       slot_mapping: tokens whose slot is in the null block are padding, and not written.
       q_rows: rows of the queries returned for each KV head, at least as many as its queries; what
         the others hold means nothing.
-      has_runs: tokens may lie in slots side by side, as those of a prompt do. Where none do, rows
-        need not be looked at one after another to find out.
       interpret: run on the CPU.
 
     Returns:
@@ -92,7 +88,6 @@ def write_qkv(
         box=min(MMA_ROWS, padded),
         parts=_num_parts(num_tokens, num_tiles * num_kv_heads, group_and_2 - 2),
         loads_early=num_tokens <= MAX_EARLY,
-        has_runs=has_runs,
         eps=None if norms is None else norms.eps,
         dtype=heads.dtype,
     )
@@ -183,12 +178,16 @@ def _program(
         begin = part * size
         end = jnp.minimum(begin + size, shape.num_tokens - first_token)
 
-        def store(i, slot, num_tokens: int, is_wanted):
+        def write(i):
+            slot = slots_sm[i]
             block = lax.div(slot, jnp.int32(shape.block_size))
             offset = lax.rem(slot, jnp.int32(shape.block_size))
+            # Both ends in one block are of one row, and so is all that lies between.
+            last = slots_sm[jnp.minimum(i + (RUN - 1), MMA_ROWS - 1)]
+            starts_run = lax.rem(slot, jnp.int32(RUN)) == 0
+            is_run = starts_run & (last == slot + (RUN - 1)) & (i + RUN <= end)
 
-            @pl.when((block > 0) & is_wanted)
-            def _():
+            def store(num_tokens: int):
                 plgpu.copy_smem_to_gmem(
                     rows_sm.at[pl.ds(i, num_tokens)],
                     pool_ref.at[
@@ -196,20 +195,10 @@ def _program(
                     ],
                 )
 
-        def write(i):
-            slot = slots_sm[i]
-            # Both ends in one block are of one row, and so is all that lies between.
-            last = slots_sm[jnp.minimum(i + (RUN - 1), MMA_ROWS - 1)]
-            starts_run = lax.rem(slot, jnp.int32(RUN)) == 0
-            is_run = starts_run & (last == slot + (RUN - 1)) & (i + RUN <= end)
-            store(i, slot, RUN, is_run)
-            store(i, slot, 1, jnp.logical_not(is_run))
+            pl.when((block > 0) & is_run)(functools.partial(store, RUN))
+            pl.when((block > 0) & jnp.logical_not(is_run))(functools.partial(store, 1))
             return i + jnp.where(is_run, RUN, 1)
 
-        if not shape.has_runs:
-            for i in range(size):
-                store(begin + i, slots_sm[begin + i], 1, begin + i < end)
-            return
         lax.while_loop(lambda i: i < end, write, begin)
 
     @pl.when(kind == group + 1)
