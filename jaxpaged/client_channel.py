@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from jaxpaged.connection import Connection
+from jaxpaged.grpc_lifetime import keep_grpc_running
 
 # gRPC tries again by this. A call whose first message has arrived is committed and never tried
 # again, so a stream is never repeated; only UNAVAILABLE is, which promises that nothing was done.
@@ -38,6 +39,7 @@ def open_channel(address: str, connection: Connection) -> grpc.Channel:
 
 
 def open_async_channel(address: str, connection: Connection) -> grpc.aio.Channel:
+    keep_grpc_running()
     options, credentials = _options(connection), _credentials(connection)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxpaged import frozen_heap
+from jaxpaged.grpc_lifetime import keep_grpc_running
 from jaxpaged.server.admin import AdminService
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.health import HealthMonitor
@@ -114,6 +115,7 @@ class Server:
     def _make_server(
         self, service, servicer: object, interceptor: TokenInterceptor, tokens: Tokens
     ) -> grpc.aio.Server:
+        keep_grpc_running()
         server = grpc.aio.server(
             options=channel_options(self._config), interceptors=[interceptor] if tokens else []
         )
