@@ -13,4 +13,5 @@ def keep_grpc_running() -> None:
     calls have ended; those of an event loop that was closed never do. Once it was a thread in which
     JAX traced a program, and that kept the lock that others wait for.
     """
-    grpc.aio.init_grpc_aio()
+    # The stubs do not know it.
+    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
