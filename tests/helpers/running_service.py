@@ -49,7 +49,9 @@ class Service:
 
 @asynccontextmanager
 async def serving(llm: AsyncLLM, **config: Any) -> AsyncGenerator[Service]:
-    config = {"stop_grace_s": 0.1, "port": 0, "admin_port": 0, **config}
+    # Messages: enough not to merge tokens while a test reads; the default depends on the machine.
+    own = {"stop_grace_s": 0.1, "port": 0, "admin_port": 0, "max_messages_per_s": 2000.0}
+    config = own | config
     server = Server(ServerConfig(**config))
     await server.start()
     await server.set_ready(llm)

@@ -16,7 +16,7 @@ from jaxpaged.outputs import EngineStats
 from jaxpaged.v1 import admin_pb2
 from jaxpaged.v1 import inference_pb2 as pb
 
-LONG = 300
+LONG, CROWDED = 300, 600
 NEIGHBOUR = [9, 9, 9]
 _numbers = itertools.count()
 
@@ -68,7 +68,7 @@ async def reach(service: Service, call: Any, state: str) -> None:
 
 async def check_continues(call: Any, prompt: list[int]) -> None:
     """The next tokens of a greedy neighbour are those that it would get alone."""
-    whole, tokens = solo_tokens(prompt, LONG), []
+    whole, tokens = solo_tokens(prompt, CROWDED), []
     while len(tokens) < 5:
         tokens += (await call.read()).delta.token_ids
     places = range(len(whole) - len(tokens) + 1)
@@ -130,7 +130,7 @@ def test_leaving_while_preempted_frees_all_blocks(
         begin = (await llm.stats()).preemptions
         neighbours = await crowd(service, n)
         async with grpc.aio.insecure_channel(service.address) as channel:
-            request = pb.StreamRequest(request=ask(fresh_prompt(20), 600, n=n))
+            request = pb.StreamRequest(request=ask(fresh_prompt(20), CROWDED, n=n))
             last = open_stream(channel)(request, timeout=timeout_s)
             if how == "deadline":
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -155,7 +155,7 @@ async def crowd(service: Service, n: int) -> list[Any]:
 
     160 blocks of 16 hold 2560 tokens; eight rows want 8 * 600. The last to come is the first to go.
     """
-    rows = [start(service, ask([*NEIGHBOUR, row], 600)) for row in range(8 - n)]
+    rows = [start(service, ask([*NEIGHBOUR, row], CROWDED)) for row in range(8 - n)]
     for row in rows:
         await reach(service, row, "decoding")
     return rows
@@ -171,7 +171,7 @@ async def seconds_to_preempt(service: Service, n: int) -> float:
     begin = (await service.llm.stats()).preemptions
     calls = await crowd(service, n)
     start_s = time.monotonic()
-    calls.append(start(service, ask(fresh_prompt(20), 600, n=n)))
+    calls.append(start(service, ask(fresh_prompt(20), CROWDED, n=n)))
     await preempted(service, begin)
     seconds = time.monotonic() - start_s
     for call in calls:
