@@ -115,8 +115,9 @@ def test_a_server_that_ends_while_it_loads_leaves_nothing(
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with loading_command() as process:
-        # the engine has connected: it has removed the socket's folder again
-        wait_until(lambda: any(tmp_path.iterdir()))
+        # The engine has connected: it has removed the socket's folder again. Not any file: Python
+        # tries the directory out with one.
+        wait_until(lambda: any(path.is_dir() for path in tmp_path.iterdir()))
         wait_until(lambda: not any(tmp_path.iterdir()))
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
