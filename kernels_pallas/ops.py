@@ -226,11 +226,14 @@ def _choose(impl: str | None, q: Shaped, pool: KVPool) -> str:
 
 def _hopper_multiprocessors(impl: str | None) -> int | None:
     """How many the GPU has that will run this; None where Hopper's products cannot."""
-    if _implementation(impl) != "hopper" or _platform() != "gpu":
-        return None
-    if jax.default_backend() == "gpu" and not attention_hopper.is_hopper():
+    if _implementation(impl) != "hopper" or _platform() != "gpu" or _is_another_gpu():
         return None
     return attention_hopper.num_multiprocessors()
+
+
+def _is_another_gpu() -> bool:
+    """Whether the GPU here is none of Hopper's; a described one has no device to ask."""
+    return jax.default_backend() == "gpu" and not attention_hopper.is_hopper()
 
 
 def _hopper_interpret(name: str) -> plgpu.InterpretGPUParams | None:
@@ -276,9 +279,7 @@ def _unsupported(name: str, q: Shaped, pool: KVPool) -> list[str]:
         wanted = "gpu" if name == "hopper" else "cpu"
         if platform != wanted:
             reasons.append(f"{platform=} is not {wanted}")
-        elif (
-            name == "hopper" and jax.default_backend() == "gpu" and not attention_hopper.is_hopper()
-        ):
+        elif name == "hopper" and _is_another_gpu():
             reasons.append("the GPU's compute capability is not 9.0")
         return reasons
     wanted = "tpu" if name == "tpu" else "cpu"
