@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.models.llama import MAX_WIDE_TOKENS
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout
@@ -143,7 +144,7 @@ class Executables:
     def score(self, bucket: Bucket) -> Any:
         """(weights, hidden[MAX_SCORED, hidden_size], token ids) -> packed[MAX_SCORED, packed]."""
         _, _, hidden = self._outputs(bucket)
-        hidden = self._replicate(jax.ShapeDtypeStruct((MAX_SCORED, hidden.shape[1]), hidden.dtype))
+        hidden = self._replicate(jax.ShapeDtypeStruct((MAX_SCORED, hidden.shape[1]), np.float32))
         arguments = (self._weights, hidden, self._int32(MAX_SCORED))
         return self.programs.get(("score",), score_step, arguments)
 
@@ -224,7 +225,9 @@ class Executables:
         config = structure.config
         logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
         num_hidden = 0 if bucket.is_decode else bucket.num_tokens
-        hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), np.float32)
+        is_wide = bucket.num_tokens <= MAX_WIDE_TOKENS
+        dtype = np.float32 if is_wide else structure.dtype
+        hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), dtype)
         words = self._int32(NUM_SAMPLE_WORDS, rows)
         return jax.tree.map(self._replicate, (logits, words, hidden))
 
@@ -241,7 +244,7 @@ def _place(packed: jax.Array, earlier: jax.Array) -> jax.Array:
 
 
 def _take(hidden: jax.Array, idxs: jax.Array) -> jax.Array:
-    return hidden[idxs]
+    return hidden[idxs].astype(jnp.float32)  # of steps of any size, for one program that scores
 
 
 def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:

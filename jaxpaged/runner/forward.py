@@ -95,7 +95,7 @@ def _forward_share(
             x, pool = _run_layer(
                 group.structure, arrays[idx], x, pool, layer, rope, metadata, impl=impl
             )
-    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x.astype(jnp.float32)
+    return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
 
 
 def _scan_group(
