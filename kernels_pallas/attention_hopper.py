@@ -112,6 +112,7 @@ def qkv_attention(
         metadata.slot_mapping,
         # The decode kernel wants whole tiles of 8 rows, the prefill kernel the queries alone.
         q_rows=padded_group(group) if metadata.is_decode_step else group,
+        has_runs=not metadata.is_decode_step,
         interpret=interpret,
     )
     return attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool

@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from kernels_pallas.decode_plan import DecodePlan
-from kernels_pallas.hopper_parts import LOG2E, MMA_ROWS, NEVER, interpreted_options
+from kernels_pallas.hopper_parts import LOG2E, MMA_ROWS, NEVER, WARPGROUP, interpreted_options
 
-WARPGROUP = 128  # threads
 COMBINED_AT_ONCE = 8  # partial results
 
 

@@ -4,8 +4,9 @@ A persistent kernel: every multiprocessor runs one program with a few workers (s
 A worker is a pair of warpgroups: the loader walks the worker's stretch of KV tiles and keeps a ring
 of them in flight, one TMA box a block and head, found through the block table; the attender walks
 the same stretch with an online softmax. The query heads of one KV head are rows of one MMA tile
-(padded to 64; what the other rows hold does not matter). The ring runs on across segments, so that
-the loads of the next (row, head) are under way while this one ends.
+(padded to 64 by zeros, whose products take little power: where power bounds the clock, a whole step
+is faster for it). The ring runs on across segments, so that the loads of the next (row, head) are
+under way while this one ends.
 
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
@@ -21,12 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kernels_pallas.decode_combine_hopper import WARPGROUP, DecodeShape, combine, sink_rows
+from kernels_pallas.decode_combine_hopper import DecodeShape, combine, sink_rows
 from kernels_pallas.decode_plan import DecodePlan
 from kernels_pallas.hopper_parts import (
     MMA_ROWS,
     NEVER,
     SMALL,
+    WARPGROUP,
     capped_scores,
     clear_invisible,
     column_parts,
@@ -178,7 +180,7 @@ def _entry(
         plgpu.Barrier(num_barriers=2 * tuning.workers),  # q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there
-        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q was read
+        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q can be filled
         plgpu.Barrier(num_barriers=stages),  # k was read
         plgpu.Barrier(num_barriers=stages),  # v was read
         collective_axes="warpgroup",
@@ -255,7 +257,7 @@ def _program(
         def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             del is_whole
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
-            pl.when(number >= 2)(lambda: plgpu.barrier_wait(q_read.at[q_slot]))
+            plgpu.barrier_wait(q_read.at[q_slot])
             plgpu.copy_gmem_to_smem(
                 q_ref.at[row, pl.ds(head * shape.padded_group, shape.padded_group)],
                 q_sm.at[q_slot, pl.ds(0, shape.padded_group)],
@@ -304,6 +306,17 @@ def _program(
             for i, columns in enumerate(parts):
                 part_sm = out_sm.at[pair * len(parts) + i, pl.ds(0, ref.shape[0])]
                 plgpu.copy_smem_to_gmem(part_sm, ref.at[:, columns])
+
+        def clear_q():
+            """Makes the rows zero that no query will fill, and lets the loader fill the others."""
+            for slot in (2 * pair, 2 * pair + 1):
+                for columns in parts:
+                    part = q_sm.at[slot, :, columns]
+                    zeros = jnp.zeros(part.shape, shape.dtype)
+                    part[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+            for i in range(2):
+                pl.when(i < num_segments)(lambda i=i: plgpu.barrier_arrive(q_read.at[2 * pair + i]))
 
         def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
@@ -359,11 +372,15 @@ def _program(
                     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
                 return acc, m_new, l
 
+            # The probabilities of other rows are zeros, too: no score is near their maximum.
+            is_query = (
+                plgpu.broadcasted_iota(jnp.int32, (MMA_ROWS,), 0, layout=by_row) < shape.group
+            )
             carry = (
                 plgpu.layout_cast(
                     jnp.zeros((MMA_ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA
                 ),
-                plgpu.layout_cast(jnp.full((MMA_ROWS,), NEVER, jnp.float32), by_row),
+                jnp.where(is_query, NEVER, -NEVER),
                 plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
             )
             # The row's last tile is masked; with a window, any may be.
@@ -404,6 +421,7 @@ def _program(
                     store_out(partials_ref.at[place, half])
                     plgpu.copy_smem_to_gmem(stats_sm.at[pair], stats_ref.at[place, half])
 
+        clear_q()
         walk(visit, looks_ahead=False)
         plgpu.wait_smem_to_gmem(0)
 

@@ -2,9 +2,9 @@
 
 A program takes one head of up to MMA_ROWS tokens: queries and keys are normed and turned as in
 `norm_rope.split_heads`, queries written out as the attention kernels want them, keys and values
-into their slots, a copy a token or a run of them. Copies are slow to issue, so that in small steps
-several programs share the tokens of a head. XLA needs six kernels for all of this, the scatter the
-slowest.
+into their slots: a run of tokens in one copy, others through registers, for a copy takes 0.14 us to
+issue. In small steps several programs share the tokens of a head. XLA needs six kernels for all of
+this, the scatter the slowest.
 """
 
 import functools
@@ -18,7 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_smem
+from kernels_pallas.hopper_parts import (
+    MMA_ROWS,
+    WARPGROUP,
+    interpreted_options,
+    swizzled_smem,
+)
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 
@@ -37,6 +42,7 @@ class _Shape:
     box: int  # tokens that one TMA box takes
     parts: int  # programs that share the keys or values of one head and tile
     loads_early: bool
+    has_runs: bool
     eps: float | None  # None: no norms
     dtype: jnp.dtype
 
@@ -56,6 +62,7 @@ def write_qkv(
     slot_mapping: Int32[Array, " num_tokens"],
     *,
     q_rows: int,
+    has_runs: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "num_tokens num_kv_heads_x_q_rows head_dim"], KVPool]:
     """Norms, turns, and writes the keys and values of one layer into their slots, in place.
@@ -66,6 +73,8 @@ def write_qkv(
       slot_mapping: tokens whose slot is in the null block are padding, and not written.
       q_rows: rows of the queries returned for each KV head, at least as many as its queries; what
         the others hold means nothing.
+      has_runs: tokens may lie in slots side by side, as those of a prompt do. Where none do, rows
+        need not be looked at one after another to find out.
       interpret: run on the CPU.
 
     Returns:
@@ -88,6 +97,7 @@ def write_qkv(
         box=min(MMA_ROWS, padded),
         parts=_num_parts(num_tokens, num_tiles * num_kv_heads, group_and_2 - 2),
         loads_early=num_tokens <= MAX_EARLY,
+        has_runs=has_runs,
         eps=None if norms is None else norms.eps,
         dtype=heads.dtype,
     )
@@ -107,7 +117,9 @@ def write_qkv(
         # Otherwise Mosaic chooses layouts of buffers that have none: it swizzled the rows', and
         # forgot that where some columns are stored at a time.
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # what is read was committed before, by all
         ),
         **interpreted_options(interpret),
     )
@@ -178,28 +190,51 @@ def _program(
         begin = part * size
         end = jnp.minimum(begin + size, shape.num_tokens - first_token)
 
-        def write(i):
-            slot = slots_sm[i]
+        def target(slot, num_tokens: int):
             block = lax.div(slot, jnp.int32(shape.block_size))
-            offset = lax.rem(slot, jnp.int32(shape.block_size))
+            tokens = pl.ds(lax.rem(slot, jnp.int32(shape.block_size)), num_tokens)
+            return pool_ref.at[first_row_ref[0] + block, plane, kv_head, tokens]
+
+        def is_real(slot):
+            return slot >= shape.block_size  # others are in the null block
+
+        def load_row(i):
+            layout = plgpu.Layout.WG_STRIDED((1, 2 * shape.half), vec_size=1)
+            return plgpu.load(rows_sm.at[pl.ds(i, 1)], layout=layout)
+
+        def store_row(i, slot, row):
+            if row is None:
+                plgpu.copy_smem_to_gmem(rows_sm.at[pl.ds(i, 1)], target(slot, 1))
+            else:
+                target(slot, 1)[...] = row
+
+        fills_warpgroup = 2 * shape.half % WARPGROUP == 0
+        if not shape.has_runs:
+            idxs = [begin + i for i in range(size)]
+            slots = [slots_sm[i] for i in idxs]
+            rows = [load_row(i) if fills_warpgroup else None for i in idxs]
+            for i, slot, row in zip(idxs, slots, rows, strict=True):
+                pl.when(is_real(slot) & (i < end))(functools.partial(store_row, i, slot, row))
+            return
+
+        def write_next(i):
+            slot = slots_sm[i]
             # Both ends in one block are of one row, and so is all that lies between.
             last = slots_sm[jnp.minimum(i + (RUN - 1), MMA_ROWS - 1)]
             starts_run = lax.rem(slot, jnp.int32(RUN)) == 0
             is_run = starts_run & (last == slot + (RUN - 1)) & (i + RUN <= end)
 
-            def store(num_tokens: int):
-                plgpu.copy_smem_to_gmem(
-                    rows_sm.at[pl.ds(i, num_tokens)],
-                    pool_ref.at[
-                        first_row_ref[0] + block, plane, kv_head, pl.ds(offset, num_tokens)
-                    ],
-                )
+            @pl.when(is_real(slot) & is_run)
+            def _():
+                plgpu.copy_smem_to_gmem(rows_sm.at[pl.ds(i, RUN)], target(slot, RUN))
 
-            pl.when((block > 0) & is_run)(functools.partial(store, RUN))
-            pl.when((block > 0) & jnp.logical_not(is_run))(functools.partial(store, 1))
+            @pl.when(is_real(slot) & jnp.logical_not(is_run))
+            def _():
+                store_row(i, slot, load_row(i) if fills_warpgroup else None)
+
             return i + jnp.where(is_run, RUN, 1)
 
-        lax.while_loop(lambda i: i < end, write, begin)
+        lax.while_loop(lambda i: i < end, write_next, begin)
 
     @pl.when(kind == group + 1)
     def _value():
@@ -239,6 +274,7 @@ def _program(
 
         @pl.when(kind < group)
         def _query():
+            plgpu.commit_smem()  # all have read what is written now
             for i, (half, values) in enumerate(zip(halves, (turned, other), strict=True)):
                 halves_sm[i] = values
                 plgpu.commit_smem()

@@ -203,7 +203,9 @@ def write_error(number: int) -> float:
     @jax.jit
     def write(heads, rope, data, slots):
         pool = KVPool(data, 2, head_dim)
-        q, pool = write_qkv(heads, norms, rope, pool, pool.first_row(1), slots, q_rows=q_rows)
+        q, pool = write_qkv(
+            heads, norms, rope, pool, pool.first_row(1), slots, q_rows=q_rows, has_runs=is_run
+        )
         q = q.reshape(num_tokens, num_kv_heads, q_rows, head_dim)[:, :, :group]
         return q.reshape(num_tokens, -1, head_dim), pool.data
 

@@ -27,6 +27,7 @@ class Case:
     Attributes:
       first_run: so many tokens have slots side by side, the others any; 0 = all any.
       before_run: tokens before them.
+      has_runs: what the kernel is told of that.
       max_programs: as many as may run at once, which says how many share a head's tokens.
     """
 
@@ -39,6 +40,7 @@ class Case:
     has_norms: bool = True
     first_run: int = 0
     before_run: int = 1
+    has_runs: bool = True
     max_programs: int = write_qkv_hopper.MAX_PROGRAMS
     block_size: int = 16
     dtype: Any = jnp.bfloat16
@@ -78,6 +80,7 @@ class Case:
                 pool.first_row(LAYER),
                 slots,
                 q_rows=self.q_rows,
+                has_runs=self.has_runs,
                 interpret=plgpu.InterpretGPUParams(detect_races=True),
             )
         q = q.reshape(self.num_tokens, self.num_kv_heads, self.q_rows, self.head_dim)
@@ -101,7 +104,7 @@ def assert_one_rounding_apart(actual: jax.Array, expected: jax.Array) -> None:
     )
 
 
-DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2)
+DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2, has_runs=False)
 # Of 40 tokens 32 are two runs, which two of four programs copy whole.
 RUNS = Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0)
 
@@ -117,6 +120,8 @@ RUNS = Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0)
         Case(70, 1, 1, 64, q_rows=1, first_run=38, max_programs=0),  # the same with one program
         Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0, max_programs=5, block_size=32),
         Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16),
+        Case(40, 1, 1, 128, q_rows=1, first_run=20, num_padding=3),  # through registers, and a run
+        Case(70, 1, 2, 64, q_rows=8, num_padding=3, has_runs=False),
     ],
     ids=str,
 )
