@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas.decode_hopper import padded_group, paged_decode, writes_whole_rows
 from kernels_pallas.decode_plan import make_decode_plan
-from kernels_pallas.hopper_parts import box_size
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
@@ -150,7 +149,6 @@ def attend(
         metadata,
         num_decode_rows,
         num_kv_heads=pool.num_kv_heads,
-        box=box_size(pool.block_size, tuning.decode.kv_tile),
         kv_tile=tuning.decode.kv_tile,
         num_workers=tuning.decode.num_workers,
         window=options.window,

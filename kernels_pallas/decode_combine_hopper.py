@@ -56,7 +56,7 @@ def combine(
 
 
 def _combine_unit(
-    workers_ref,  # i32[num_workers, 9] GMEM
+    workers_ref,  # i32[num_workers, 8] GMEM
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
@@ -67,15 +67,15 @@ def _combine_unit(
 ):
     worker = lax.axis_index("worker")
     position, row, num_segments, row_begin, row_end = (
-        workers_ref[worker, i] for i in (0, 2, 3, 5, 6)
+        workers_ref[worker, i] for i in (0, 2, 3, 4, 5)
     )
-    boxes = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
-    boxes = jnp.maximum(boxes, 1)
-    head = lax.div(position - row_begin, boxes)
-    begin = row_begin + head * boxes
+    tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
+    tiles = jnp.maximum(tiles, 1)
+    head = lax.div(position - row_begin, tiles)
+    begin = row_begin + head * tiles
     share = jnp.maximum(workers_ref[0, 1] - workers_ref[0, 0], 1)
     first = lax.div(begin, share)
-    last = lax.div(begin + boxes - 1, share)
+    last = lax.div(begin + tiles - 1, share)
 
     # The second of the workers that share the unit, for it begins inside.
     @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))

@@ -1,8 +1,8 @@
 """Paged decode attention for Hopper GPUs (compute capability 9.0), Pallas Mosaic GPU.
 
 A persistent kernel: every multiprocessor runs one program with a few workers (see `decode_plan`).
-A worker is a pair of warpgroups: the loader walks the worker's stretch of KV boxes and keeps a ring
-of tiles of them in flight, found through the block table; the attender walks
+A worker is a pair of warpgroups: the loader walks the worker's stretch of KV tiles and keeps a ring
+of them in flight, one TMA box a block and head, found through the block table; the attender walks
 the same stretch with an online softmax. The query heads of one KV head are rows of one MMA tile
 (padded to 64 by zeros, whose products take little power: where power bounds the clock, a whole step
 is faster for it). The ring runs on across segments, so that the loads of the next (row, head) are
@@ -14,7 +14,6 @@ precision), with its maximum and sum, and `decode_combine_hopper` merges them in
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from kernels_pallas.hopper_parts import (
     NEVER,
     SMALL,
     WARPGROUP,
-    box_size,
     capped_scores,
     clear_invisible,
     column_parts,
@@ -67,7 +65,7 @@ def paged_decode(
         first; what the others hold does not matter.
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
       group: query heads a KV head.
-      plan: made with this tuning's `kv_tile` and `num_workers`, and boxes of its tiles.
+      plan: made with this tuning's `kv_tile` and `num_workers`.
       out: array whose first rows become the result, in place, where the plan has tiles for them;
         None = a new one. Only when `writes_whole_rows(group, head_dim)`.
       interpret: run on the CPU; the probabilities then go through shared memory.
@@ -195,7 +193,7 @@ def _program(
     tables_ref,  # i32[num_rows, max_blocks_per_row] GMEM
     first_row_ref,  # i32[1] GMEM
     rows_ref,  # i32[num_rows, 4] GMEM
-    workers_ref,  # i32[num_workers, 9] GMEM
+    workers_ref,  # i32[num_workers, 8] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
     out_ref,  # [num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref,  # [places, 2, padded_group, head_dim] GMEM
@@ -221,12 +219,11 @@ def _program(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * tuning.workers + pair
-    begin, end, begin_row, num_segments, num_tiles = (workers_ref[worker, i] for i in range(5))
+    begin, end, begin_row, num_segments = (workers_ref[worker, i] for i in range(4))
     kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
-    box = box_size(shape.block_size, kv_tile)
 
     def walk(visit, *, looks_ahead: bool):
-        """Calls visit(segment, row, head, keys, tiles, tiles before, is whole unit).
+        """Calls visit(segment, row, keys, head, first tile, tiles, is whole unit, tiles before).
 
         Args:
           looks_ahead: asks for the next row's entries while a segment is under way.
@@ -236,31 +233,28 @@ def _program(
             return [rows_ref[jnp.minimum(row, rows_ref.shape[0] - 1), i] for i in range(4)]
 
         def segment(number, carry):
-            position, row, done, *entries = carry
-            row_begin, row_end, first_box, kv_len = entries or entries_of(row)
+            position, row, *entries = carry
+            row_begin, row_end, first_tile, kv_len = entries or entries_of(row)
             next_entries = entries_of(row + 1) if looks_ahead else ()
-            boxes = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
-            head = lax.div(position - row_begin, boxes)
-            skipped = position - row_begin - head * boxes
-            count = jnp.minimum(boxes - skipped, end - position)
-            first_key = (first_box + skipped) * box
-            keys = _Keys(first_key, jnp.minimum(first_key + count * box, kv_len), kv_len)
-            tiles = lax.div(count * box + (kv_tile - 1), jnp.int32(kv_tile))
-            visit(number, row, head, keys, tiles, done, count == boxes)
+            tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
+            head = lax.div(position - row_begin, tiles)
+            tile = position - row_begin - head * tiles
+            count = jnp.minimum(tiles - tile, end - position)
+            is_whole = count == tiles
+            visit(number, row, kv_len, head, first_tile + tile, count, is_whole, position - begin)
             position += count
             is_over = position == row_end
             entries = map(functools.partial(jnp.where, is_over), next_entries, entries)
-            return position, jnp.where(is_over, row + 1, row), done + tiles, *entries
+            return position, jnp.where(is_over, row + 1, row), *entries
 
-        first_entries = [workers_ref[worker, 5 + i] for i in range(4)] if looks_ahead else []
-        start = (begin, begin_row, jnp.int32(0), *first_entries)
-        lax.fori_loop(0, num_segments, segment, start)
+        first_entries = [workers_ref[worker, 4 + i] for i in range(4)] if looks_ahead else []
+        lax.fori_loop(0, num_segments, segment, (begin, begin_row, *first_entries))
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)
     def _load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def visit(number, row, head, keys, tiles, done, is_whole):
+        def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             del is_whole
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
             plgpu.barrier_wait(q_read.at[q_slot])
@@ -270,15 +264,14 @@ def _program(
                 q_there.at[q_slot],
             )
 
-            @pl.loop(0, tiles)
+            @pl.loop(0, count)
             def _(i):
                 step = done + i
                 slot = pair * stages + lax.rem(step, jnp.int32(stages))
-                tile_begin = keys.first + i * kv_tile
                 boxes = kv_boxes(
-                    tables_ref, row, tile_begin, first_row_ref[0], shape.block_size, kv_tile
+                    tables_ref, row, first_tile + i, first_row_ref[0], shape.block_size, kv_tile
                 )
-                low, high = _visible(keys, tile_begin, options)
+                low, high = _visible(kv_len, (first_tile + i) * kv_tile, options)
                 for kv, sm, there, read in ((0, k_sm, k_there, k_read), (1, v_sm, v_there, v_read)):
                     pl.when(step >= stages)(lambda read=read: plgpu.barrier_wait(read.at[slot]))
                     for j, (pool_row, offset, size) in enumerate(boxes):
@@ -325,7 +318,7 @@ def _program(
             for i in range(2):
                 pl.when(i < num_segments)(lambda i=i: plgpu.barrier_arrive(q_read.at[2 * pair + i]))
 
-        def visit(number, row, head, keys, tiles, done, is_whole):
+        def visit(number, row, kv_len, head, first_tile, count, is_whole, done):
             q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
             plgpu.barrier_wait(q_there.at[q_slot])
 
@@ -334,8 +327,8 @@ def _program(
                 step = done + i
                 slot = pair * stages + lax.rem(step, jnp.int32(stages))
                 # Its arrival is waited for, if there is a load that needs the slot.
-                is_needed = step + stages < num_tiles
-                low, high = _visible(keys, keys.first + i * kv_tile, options)
+                is_needed = step + stages < end - begin
+                low, high = _visible(kv_len, (first_tile + i) * kv_tile, options)
                 plgpu.barrier_wait(k_there.at[slot])
 
                 def qk(acc_ref):
@@ -390,11 +383,11 @@ def _program(
                 jnp.where(is_query, NEVER, -NEVER),
                 plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
             )
-            # Tiles that end before the segment need no mask; with a window, any may.
-            unmasked = lax.div(keys.end - keys.first, jnp.int32(kv_tile))
-            unmasked = unmasked if options.window is None else 0
+            # The row's last tile is masked; with a window, any may be.
+            last = lax.div(kv_len + (kv_tile - 1), jnp.int32(kv_tile)) - 1
+            unmasked = jnp.clip(last - first_tile, 0, count) if options.window is None else 0
             carry = lax.fori_loop(0, unmasked, functools.partial(take_in, masked=False), carry)
-            carry = lax.fori_loop(unmasked, tiles, functools.partial(take_in, masked=True), carry)
+            carry = lax.fori_loop(unmasked, count, functools.partial(take_in, masked=True), carry)
             acc, m, l = carry  # noqa: E741
             pl.when(number + 2 < num_segments)(lambda: plgpu.barrier_arrive(q_read.at[q_slot]))
             # The stores of the segment before have left shared memory.
@@ -433,15 +426,7 @@ def _program(
         plgpu.wait_smem_to_gmem(0)
 
 
-class _Keys(NamedTuple):
-    """Of a segment: its first, the end of them, and the end of its row's."""
-
-    first: Any
-    end: Any
-    row_end: Any
-
-
-def _visible(keys: _Keys, tile_begin, options: AttentionOptions):
+def _visible(kv_len, tile_begin, options: AttentionOptions):
     """Which keys of a tile the row's query sees: those from low on, below high."""
-    low = 0 if options.window is None else keys.row_end - options.window - tile_begin
-    return low, keys.end - tile_begin
+    low = 0 if options.window is None else kv_len - options.window - tile_begin
+    return low, kv_len - tile_begin

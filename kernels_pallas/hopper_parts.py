@@ -40,23 +40,15 @@ def interpreted_options(interpret: plgpu.InterpretGPUParams | None) -> dict[str,
     return {} if interpret is None else {"interpret": interpret}
 
 
-def box_size(block_size: int, kv_tile: int) -> int:
-    """Keys that one TMA box takes of a KV tile."""
-    return min(block_size, kv_tile)
-
-
-def kv_boxes(tables_ref, row, begin, first_row, block_size: int, kv_tile: int):
-    """(pool row, offset, size) of each box of the KV tile that begins at a key of the row.
-
-    Args:
-      begin: a multiple of the boxes' size.
-    """
+def kv_boxes(tables_ref, row, tile, first_row, block_size: int, kv_tile: int):
+    """(pool row, offset, size) of each part of a KV tile that one TMA box can take."""
     size, last = block_size, tables_ref.shape[1] - 1  # a tile may reach past the table
-    first = lax.div(begin, jnp.int32(size))
     if size >= kv_tile:
-        block = tables_ref[row, jnp.minimum(first, last)]
-        return [(first_row + block, lax.rem(begin, jnp.int32(size)), kv_tile)]
-    idxs = [jnp.minimum(first + j, last) for j in range(kv_tile // size)]
+        position = tile * kv_tile
+        block = tables_ref[row, jnp.minimum(lax.div(position, jnp.int32(size)), last)]
+        return [(first_row + block, lax.rem(position, jnp.int32(size)), kv_tile)]
+    width = kv_tile // size
+    idxs = [jnp.minimum(tile * width + j, last) for j in range(width)]
     return [(first_row + tables_ref[row, idx], 0, size) for idx in idxs]
 
 

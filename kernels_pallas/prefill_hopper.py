@@ -235,9 +235,7 @@ def _program(
             def _(step):
                 total = done + step - first
                 kv_slot = lax.rem(total, jnp.int32(stages))
-                boxes = kv_boxes(
-                    tables_ref, row, step * kv_tile, first_row_ref[0], shape.block_size, kv_tile
-                )
+                boxes = kv_boxes(tables_ref, row, step, first_row_ref[0], shape.block_size, kv_tile)
                 for kv, sm, there, read in ((0, k_sm, k_there, k_read), (1, v_sm, v_there, v_read)):
                     pl.when(total >= stages)(lambda read=read: plgpu.barrier_wait(read.at[kv_slot]))
                     for j, (pool_row, offset, size) in enumerate(boxes):

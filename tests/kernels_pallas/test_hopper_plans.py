@@ -12,7 +12,7 @@ from kernels_pallas.decode_plan import make_decode_plan
 from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.prefill_plan import make_prefill_plan
 
-BOX, KV_TILE, Q_TILE = 2, 6, 8
+KV_TILE, Q_TILE = 4, 8
 
 
 def make_metadata(q_lens, kv_lens, num_tokens, num_decode_rows=0):
@@ -36,36 +36,34 @@ def _decode_plan(metadata, num_rows, *, num_kv_heads, num_workers, window):
         metadata,
         num_rows,
         num_kv_heads=num_kv_heads,
-        box=BOX,
         kv_tile=KV_TILE,
         num_workers=num_workers,
         window=window,
     )
 
 
-def wanted_boxes(kv_len, window):
-    """The boxes of a row that a query sees; an empty row has one, to write its zeros."""
-    first = 0 if window is None else max(0, kv_len - window) // BOX
-    return list(range(first, max(-(-kv_len // BOX), first + 1)))
+def wanted_tiles(kv_len, window):
+    """The tiles of a row that a query sees; an empty row has one, to write its zeros."""
+    first = 0 if window is None else max(0, kv_len - window) // KV_TILE
+    return list(range(first, max(-(-kv_len // KV_TILE), first + 1)))
 
 
 def walk(plan, num_kv_heads):
-    """What each worker does, as the kernel walks: (worker, number, row, head, boxes, is whole)."""
+    """What each worker does, as the kernel walks: (worker, number, row, head, tiles, is whole)."""
     rows, workers = np.asarray(plan.rows), np.asarray(plan.workers)
-    for worker, (begin, end, first_row, num_segments, num_tiles, *entries) in enumerate(workers):
-        position, row, tiles = int(begin), int(first_row), 0
+    for worker, (begin, end, first_row, num_segments, *entries) in enumerate(workers):
+        position, row = int(begin), int(first_row)
         np.testing.assert_array_equal(entries, rows[row])
         for number in range(num_segments):
-            row_begin, row_end, first_box, _ = rows[row]
-            boxes = (row_end - row_begin) // num_kv_heads
-            head, skipped = divmod(position - row_begin, boxes)
-            count = min(boxes - skipped, end - position)
-            here = [int(first_box + skipped + i) for i in range(count)]
-            yield worker, number, row, int(head), here, count == boxes
-            tiles += -(-count * BOX // KV_TILE)
+            row_begin, row_end, first_tile, _ = rows[row]
+            tiles = (row_end - row_begin) // num_kv_heads
+            head, tile = divmod(position - row_begin, tiles)
+            count = min(tiles - tile, end - position)
+            here = [int(first_tile + tile + i) for i in range(count)]
+            yield worker, number, row, int(head), here, count == tiles
             position += count
             row += position == row_end
-        assert (position, tiles) == (end, num_tiles)
+        assert position == end
 
 
 def check_decode(kv_lens, num_rows, num_kv_heads, num_workers, window):
@@ -75,28 +73,28 @@ def check_decode(kv_lens, num_rows, num_kv_heads, num_workers, window):
     np.testing.assert_array_equal(plan.rows[:, 3], kv_lens)
     found: dict[tuple[int, int], list[int]] = {}
     loads, places = [0] * num_workers, set()
-    for worker, number, row, head, boxes, is_whole in walk(plan, num_kv_heads):
-        assert boxes, "an empty segment"
-        found.setdefault((row, head), []).extend(boxes)
-        loads[worker] += len(boxes)
+    for worker, number, row, head, tiles, is_whole in walk(plan, num_kv_heads):
+        assert tiles, "an empty segment"
+        found.setdefault((row, head), []).extend(tiles)
+        loads[worker] += len(tiles)
         if not is_whole:
             # As the kernel has it: place 0 for a worker's first segment, else 1.
             place = worker, min(number, 1)
             assert place not in places
             places.add(place)
     assert found == {
-        (row, head): wanted_boxes(kv_lens[row], window)
+        (row, head): wanted_tiles(kv_lens[row], window)
         for row in range(num_rows)
         for head in range(num_kv_heads)
     }
-    # Even, but for whom there would be less than a tile.
-    assert max(loads, default=0) <= max(-(-sum(loads) // num_workers), KV_TILE // BOX)
+    total = sum(loads)
+    assert max(loads, default=0) <= -(-total // num_workers)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6])
-def test_decode_covers_every_box_once(window):
-    """All triples of lengths around a tile's borders, all numbers of rows."""
-    lens = (0, 1, 6, 7, 23)
+def test_decode_covers_every_tile_once(window):
+    """All triples of lengths around the tile's borders, all numbers of rows."""
+    lens = (0, 1, 4, 5, 23)
     for index, kv_lens in enumerate(itertools.product(lens, repeat=3)):
         num_kv_heads, num_workers = ((1, 1), (2, 3), (3, 16), (1, 5))[index % 4]
         check_decode(kv_lens, index % 4, num_kv_heads, num_workers, window)
@@ -111,10 +109,10 @@ def test_decode_shares_are_even_for_any_lengths():
 
 def test_the_model_notices_a_wrong_plan():
     plan = decode_plan((9, 20), 2, num_kv_heads=1, num_workers=2, window=None)
-    for column in (0, 4):
-        workers = plan.workers.at[1, column].add(1)
-        with pytest.raises(AssertionError):
-            list(walk(type(plan)(plan.rows, workers), 1))
+    begins = plan.workers.at[1, 0].add(1)
+    shifted = type(plan)(plan.rows, begins)
+    tiles = [tile for *_, tiles, _ in walk(shifted, 1) for tile in tiles]
+    assert tiles != [*range(3), *range(5)]
 
 
 def check_prefill(rows, num_decode_rows, num_tokens):
