@@ -383,9 +383,9 @@ def _program(
                 jnp.where(is_query, NEVER, -NEVER),
                 plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
             )
-            # The row's last tile is masked; with a window, any may be.
-            last = lax.div(kv_len + (kv_tile - 1), jnp.int32(kv_tile)) - 1
-            unmasked = jnp.clip(last - first_tile, 0, count) if options.window is None else 0
+            # What the row does not fill is masked; with a window, any tile may be.
+            filled = lax.div(kv_len, jnp.int32(kv_tile))
+            unmasked = jnp.clip(filled - first_tile, 0, count) if options.window is None else 0
             carry = lax.fori_loop(0, unmasked, functools.partial(take_in, masked=False), carry)
             carry = lax.fori_loop(unmasked, count, functools.partial(take_in, masked=True), carry)
             acc, m, l = carry  # noqa: E741
