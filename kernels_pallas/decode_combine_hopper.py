@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from kernels_pallas.decode_plan import DecodePlan
+from kernels_pallas.decode_plan import DecodePlan, RowColumn, WorkerColumn
 from kernels_pallas.hopper_parts import LOG2E, MMA_ROWS, NEVER, WARPGROUP, interpreted_options
 
 COMBINED_AT_ONCE = 8  # partial results
@@ -66,14 +66,16 @@ def _combine_unit(
     size: int,
 ):
     worker = lax.axis_index("worker")
-    position, row, num_segments, row_begin, row_end = (
-        workers_ref[worker, i] for i in (0, 2, 3, 4, 5)
-    )
+    position = workers_ref[worker, WorkerColumn.BEGIN]
+    row = workers_ref[worker, WorkerColumn.FIRST_ROW]
+    num_segments = workers_ref[worker, WorkerColumn.NUM_SEGMENTS]
+    row_begin = workers_ref[worker, WorkerColumn.of_first_row(RowColumn.BEGIN)]
+    row_end = workers_ref[worker, WorkerColumn.of_first_row(RowColumn.END)]
     tiles = lax.div(row_end - row_begin, jnp.int32(shape.num_kv_heads))
     tiles = jnp.maximum(tiles, 1)
     head = lax.div(position - row_begin, tiles)
     begin = row_begin + head * tiles
-    share = jnp.maximum(workers_ref[0, 1] - workers_ref[0, 0], 1)
+    share = jnp.maximum(workers_ref[0, WorkerColumn.END] - workers_ref[0, WorkerColumn.BEGIN], 1)
     first = lax.div(begin, share)
     last = lax.div(begin + tiles - 1, share)
 

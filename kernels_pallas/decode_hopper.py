@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas.decode_combine_hopper import DecodeShape, combine, sink_rows
-from kernels_pallas.decode_plan import DecodePlan
+from kernels_pallas.decode_plan import DecodePlan, RowColumn, WorkerColumn
 from kernels_pallas.hopper_parts import (
     MMA_ROWS,
     NEVER,
@@ -219,7 +219,7 @@ def _program(
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.div(warpgroup, jnp.int32(2))
     worker = lax.axis_index("program") * tuning.workers + pair
-    begin, end, begin_row, num_segments = (workers_ref[worker, i] for i in range(4))
+    begin, end, begin_row, num_segments = (workers_ref[worker, column] for column in WorkerColumn)
     kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
 
     def walk(visit, *, looks_ahead: bool):
@@ -230,7 +230,8 @@ def _program(
         """
 
         def entries_of(row):
-            return [rows_ref[jnp.minimum(row, rows_ref.shape[0] - 1), i] for i in range(4)]
+            last = rows_ref.shape[0] - 1
+            return [rows_ref[jnp.minimum(row, last), column] for column in RowColumn]
 
         def segment(number, carry):
             position, row, *entries = carry
@@ -247,7 +248,10 @@ def _program(
             entries = map(functools.partial(jnp.where, is_over), next_entries, entries)
             return position, jnp.where(is_over, row + 1, row), *entries
 
-        first_entries = [workers_ref[worker, 4 + i] for i in range(4)] if looks_ahead else []
+        first_entries = ()
+        if looks_ahead:
+            columns = [WorkerColumn.of_first_row(column) for column in RowColumn]
+            first_entries = [workers_ref[worker, column] for column in columns]
         lax.fori_loop(0, num_segments, segment, (begin, begin_row, *first_entries))
 
     @pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)

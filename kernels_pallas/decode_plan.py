@@ -12,6 +12,7 @@ Only a worker's first and last segment can be partial. They go to places 0 and 1
 `decode_combine_hopper` merges them.
 """
 
+import enum
 import typing
 from dataclasses import dataclass
 
@@ -22,6 +23,32 @@ from jaxtyping import Array, Int32
 from kernels_pallas.metadata import AttentionMetadata
 
 
+class RowColumn(enum.IntEnum):
+    """Columns of `DecodePlan.rows`."""
+
+    BEGIN = 0  # of its tiles in the line
+    END = 1
+    FIRST_TILE = 2  # the first tile of the row that a query sees: 0 without a window
+    KV_LEN = 3
+
+
+class WorkerColumn(enum.IntEnum):
+    """Columns of `DecodePlan.workers`, before those of the worker's first row (`of_first_row`).
+
+    A kernel that begins waits for memory once less with these.
+    """
+
+    BEGIN = 0  # of its stretch of the line
+    END = 1
+    FIRST_ROW = 2
+    NUM_SEGMENTS = 3
+
+    @staticmethod
+    def of_first_row(column: RowColumn) -> int:
+        """Where `workers` has what `rows` has there for the worker's first row."""
+        return len(WorkerColumn) + column
+
+
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -29,10 +56,8 @@ class DecodePlan:
     """The same for all layers of a step.
 
     Attributes:
-      rows: per row: begin and end of its tiles in the line, the first tile of it that a query sees
-        (0 without a window), its number of keys.
-      workers: per worker: begin and end in the line, its first row, its number of segments, and
-        that row's entries of `rows`: a kernel that begins waits for memory once less.
+      rows: by `RowColumn`.
+      workers: by `WorkerColumn`.
     """
 
     rows: Int32[Array, "num_rows 4"]
@@ -61,8 +86,20 @@ def make_decode_plan(
     first_row, first_unit = _unit_at(cu_tiles, tiles, begin, num_kv_heads)
     _, last_unit = _unit_at(cu_tiles, tiles, jnp.maximum(end - 1, 0), num_kv_heads)
     num_segments = jnp.where(end > begin, last_unit - first_unit + 1, 0)
-    rows = jnp.stack([cu_tiles[:-1], cu_tiles[1:], first, kv_lens], axis=1)
-    workers = jnp.stack([begin, end, first_row, num_segments], axis=1)
+    of_rows = {
+        RowColumn.BEGIN: cu_tiles[:-1],
+        RowColumn.END: cu_tiles[1:],
+        RowColumn.FIRST_TILE: first,
+        RowColumn.KV_LEN: kv_lens,
+    }
+    of_workers = {
+        WorkerColumn.BEGIN: begin,
+        WorkerColumn.END: end,
+        WorkerColumn.FIRST_ROW: first_row,
+        WorkerColumn.NUM_SEGMENTS: num_segments,
+    }
+    rows = jnp.stack([of_rows[column] for column in RowColumn], axis=1)
+    workers = jnp.stack([of_workers[column] for column in WorkerColumn], axis=1)
     return DecodePlan(rows=rows, workers=jnp.concatenate([workers, rows[first_row]], axis=1))
 
 

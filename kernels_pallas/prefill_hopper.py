@@ -38,7 +38,7 @@ from kernels_pallas.hopper_parts import (
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.pool import KVPool
-from kernels_pallas.prefill_plan import PrefillPlan
+from kernels_pallas.prefill_plan import PrefillPlan, TileColumn
 from kernels_pallas.tuning import HopperPrefillTuning
 
 
@@ -199,7 +199,7 @@ def _program(
             index = program + number * programs
             tile = lax.div(index, jnp.int32(shape.num_q_heads))
             head = lax.rem(index, jnp.int32(shape.num_q_heads))
-            row, token, queries, position = (tiles_ref[tile, i] for i in range(4))
+            row, token, queries, position = (tiles_ref[tile, column] for column in TileColumn)
             first = 0
             if options.window is not None:
                 first = lax.div(jnp.maximum(position - (options.window - 1), 0), jnp.int32(kv_tile))

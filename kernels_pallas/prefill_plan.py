@@ -1,5 +1,6 @@
 """Which query tiles a step's prompt chunks make, longest first."""
 
+import enum
 import typing
 from dataclasses import dataclass
 
@@ -10,6 +11,15 @@ from jaxtyping import Array, Int32
 from kernels_pallas.metadata import AttentionMetadata
 
 
+class TileColumn(enum.IntEnum):
+    """Columns of `PrefillPlan.tiles`."""
+
+    ROW = 0
+    TOKEN = 1  # its first query's, of all of the step's
+    NUM_QUERIES = 2  # 0: no tile
+    POSITION = 3  # its first query's, in the row
+
+
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -17,9 +27,8 @@ class PrefillPlan:
     """The same for all layers of a step.
 
     Attributes:
-      tiles: per query tile: its row, its first token, its number of queries (0: no tile), the
-        position of its first query. Tiles that see most keys come first, so that programs end
-        together.
+      tiles: per query tile, by `TileColumn`. Tiles that see most keys come first, so that
+        programs end together.
       num_tiles: how many of them are real.
     """
 
@@ -44,5 +53,11 @@ def make_prefill_plan(metadata: AttentionMetadata, q_tile: int) -> PrefillPlan:
     position = metadata.kv_lens[row] - q_lens[row] + begin
     token = metadata.cu_q_lens[row] + begin
     order = jnp.argsort(jnp.where(count > 0, -position, 2**30), stable=True)
-    tiles = jnp.stack([row, token, count, position], axis=1)[order]
+    columns = {
+        TileColumn.ROW: row,
+        TileColumn.TOKEN: token,
+        TileColumn.NUM_QUERIES: count,
+        TileColumn.POSITION: position,
+    }
+    tiles = jnp.stack([columns[column] for column in TileColumn], axis=1)[order]
     return PrefillPlan(tiles=tiles, num_tiles=ends[-1:])

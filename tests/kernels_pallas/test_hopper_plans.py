@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.decode_plan import make_decode_plan
+from kernels_pallas.decode_plan import RowColumn, WorkerColumn, make_decode_plan
 from kernels_pallas.metadata import AttentionMetadata
-from kernels_pallas.prefill_plan import make_prefill_plan
+from kernels_pallas.prefill_plan import TileColumn, make_prefill_plan
 
 KV_TILE, Q_TILE = 4, 8
 
@@ -51,11 +51,14 @@ def wanted_tiles(kv_len, window):
 def walk(plan, num_kv_heads):
     """What each worker does, as the kernel walks: (worker, number, row, head, tiles, is whole)."""
     rows, workers = np.asarray(plan.rows), np.asarray(plan.workers)
-    for worker, (begin, end, first_row, num_segments, *entries) in enumerate(workers):
-        position, row = int(begin), int(first_row)
-        np.testing.assert_array_equal(entries, rows[row])
-        for number in range(num_segments):
-            row_begin, row_end, first_tile, _ = rows[row]
+    for worker, entries in enumerate(workers):
+        position, row = int(entries[WorkerColumn.BEGIN]), int(entries[WorkerColumn.FIRST_ROW])
+        end = entries[WorkerColumn.END]
+        of_first_row = [entries[WorkerColumn.of_first_row(column)] for column in RowColumn]
+        np.testing.assert_array_equal(of_first_row, rows[row])
+        for number in range(entries[WorkerColumn.NUM_SEGMENTS]):
+            row_begin, row_end = rows[row, RowColumn.BEGIN], rows[row, RowColumn.END]
+            first_tile = rows[row, RowColumn.FIRST_TILE]
             tiles = (row_end - row_begin) // num_kv_heads
             head, tile = divmod(position - row_begin, tiles)
             count = min(tiles - tile, end - position)
@@ -70,7 +73,7 @@ def check_decode(kv_lens, num_rows, num_kv_heads, num_workers, window):
     plan = decode_plan(
         kv_lens, num_rows, num_kv_heads=num_kv_heads, num_workers=num_workers, window=window
     )
-    np.testing.assert_array_equal(plan.rows[:, 3], kv_lens)
+    np.testing.assert_array_equal(plan.rows[:, RowColumn.KV_LEN], kv_lens)
     found: dict[tuple[int, int], list[int]] = {}
     loads, places = [0] * num_workers, set()
     for worker, number, row, head, tiles, is_whole in walk(plan, num_kv_heads):
@@ -109,7 +112,7 @@ def test_decode_shares_are_even_for_any_lengths():
 
 def test_the_model_notices_a_wrong_plan():
     plan = decode_plan((9, 20), 2, num_kv_heads=1, num_workers=2, window=None)
-    begins = plan.workers.at[1, 0].add(1)
+    begins = plan.workers.at[1, WorkerColumn.BEGIN].add(1)
     shifted = type(plan)(plan.rows, begins)
     tiles = [tile for *_, tiles, _ in walk(shifted, 1) for tile in tiles]
     assert tiles != [*range(3), *range(5)]
@@ -121,7 +124,9 @@ def check_prefill(rows, num_decode_rows, num_tokens):
     plan = make_prefill_plan(metadata, Q_TILE)
     tiles, num_tiles = np.asarray(plan.tiles), int(plan.num_tiles[0])
     found: dict[tuple[int, int], int] = {}
-    for row, token, count, position in tiles[:num_tiles]:
+    for tile in tiles[:num_tiles]:
+        row, token = tile[TileColumn.ROW], tile[TileColumn.TOKEN]
+        count, position = tile[TileColumn.NUM_QUERIES], tile[TileColumn.POSITION]
         assert 0 < count <= Q_TILE
         for i in range(count):
             key = int(token + i), int(row)
@@ -134,9 +139,9 @@ def check_prefill(rows, num_decode_rows, num_tokens):
         if row >= num_decode_rows
         for i in range(q_len)
     }
-    positions = tiles[:num_tiles, 3]
+    positions = tiles[:num_tiles, TileColumn.POSITION]
     assert (np.diff(positions) <= 0).all(), "the longest tiles come first"
-    assert (tiles[num_tiles:, 2] == 0).all()
+    assert (tiles[num_tiles:, TileColumn.NUM_QUERIES] == 0).all()
 
 
 def test_prefill_covers_every_query_once():
