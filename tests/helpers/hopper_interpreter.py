@@ -104,18 +104,20 @@ def never_wait_for(barrier: str, module: ModuleType, monkeypatch: pytest.MonkeyP
     """Takes every wait for one barrier out of a kernel.
 
     Args:
-      barrier: the parameter's name in the module's `_program`.
+      barrier: its name in what the module's `_program` takes.
     """
     program, wait = module._program, plgpu.barrier_wait
-    index = list(inspect.signature(program).parameters).index(barrier)
 
-    def broken(*refs, **settings):
+    def broken(*arguments, **settings):
+        refs = inspect.signature(program).bind(*arguments, **settings).arguments
+        refs = vars(refs["refs"]) if "refs" in refs else refs
+
         def wait_for_others(ref):
-            if getattr(ref, "ref", ref) is not refs[index]:
+            if getattr(ref, "ref", ref) is not refs[barrier]:
                 wait(ref)
 
         monkeypatch.setattr(plgpu, "barrier_wait", wait_for_others)
-        program(*refs, **settings)
+        program(*arguments, **settings)
         monkeypatch.setattr(plgpu, "barrier_wait", wait)
 
     monkeypatch.setattr(module, "_program", broken)
