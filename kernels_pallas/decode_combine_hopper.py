@@ -1,7 +1,6 @@
 """What the decode kernel's workers wrote of shared units, merged in float32; for Hopper GPUs."""
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from kernels_pallas.decode_parts_hopper import DecodeShape
 from kernels_pallas.decode_plan import DecodePlan, RowColumn, WorkerColumn
 from kernels_pallas.hopper_parts import LOG2E, MMA_ROWS, NEVER, WARPGROUP, interpreted_options
 
 COMBINED_AT_ONCE = 8  # partial results
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    num_kv_heads: int
-    group: int  # query heads a KV head
-    padded_group: int  # rows of a query box and of a partial result
-    out_group: int  # rows that a unit writes: `combine` wants whole warpgroups of elements
-    has_sinks: bool
-    head_dim: int
-    block_size: int
-    dtype: jnp.dtype
 
 
 def combine(

@@ -104,13 +104,13 @@ def never_wait_for(barrier: str, module: ModuleType, monkeypatch: pytest.MonkeyP
     """Takes every wait for one barrier out of a kernel.
 
     Args:
-      barrier: its name in what the module's `_program` takes.
+      barrier: a parameter of the module's `_program`, or a field of its `refs`.
     """
     program, wait = module._program, plgpu.barrier_wait
 
     def broken(*arguments, **settings):
-        refs = inspect.signature(program).bind(*arguments, **settings).arguments
-        refs = vars(refs["refs"]) if "refs" in refs else refs
+        parameters = inspect.signature(program).bind(*arguments, **settings).arguments
+        refs = vars(parameters["refs"]) if "refs" in parameters else parameters
 
         def wait_for_others(ref):
             if getattr(ref, "ref", ref) is not refs[barrier]:
