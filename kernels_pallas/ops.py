@@ -1,7 +1,7 @@
 """The operations: one function each, one signature on every platform.
 
-`impl` names an implementation; None takes the platform's own. A named one never falls back: what
-it cannot do raises NotImplementedError with every reason.
+`impl` names one of the `implementations`; None takes the platform's own. A named one never falls
+back: what it cannot do raises NotImplementedError with every reason.
 """
 
 import jax
@@ -15,23 +15,18 @@ from kernels_pallas import (
     attention_hopper,
     attention_tpu,
     checks,
+    implementations,
     product,
     reference,
     write_qkv_hopper,
     xla,
 )
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
-from kernels_pallas.metadata import AttentionMetadata, AttentionOptions, Shaped
+from kernels_pallas.implementations import Tuning
+from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
-from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
-
-# "..._interpret": the kernels in Pallas's interpreters, on the CPU; slow, for tests.
-IMPLEMENTATIONS = ("xla", "reference", "hopper", "hopper_interpret", "tpu", "tpu_interpret")
-# A platform that is not here takes "xla" too, which runs anywhere.
-PLATFORM_IMPLEMENTATIONS = {"cpu": "xla", "gpu": "hopper", "tpu": "tpu"}
-
-Tuning = AttentionTuning | HopperTuning | TPUTuning
+from kernels_pallas.tuning import HopperTuning, TPUTuning
 
 
 def paged_attention(
@@ -60,8 +55,8 @@ def paged_attention(
       sm_scale, window, soft_cap: see `AttentionOptions`.
       sinks: one more logit for each head, neither scaled nor capped, that takes probability but
         has no value.
-      impl: one of IMPLEMENTATIONS, or None: the platform's own, or "xla" on a GPU where the
-        Hopper kernels cannot do this.
+      impl: one of `implementations.IMPLEMENTATIONS`, or None: the platform's own, or "xla" on a
+        GPU where the Hopper kernels cannot do this.
       tuning: None = what suits the implementation, which takes its own kind only.
 
     Returns:
@@ -72,13 +67,13 @@ def paged_attention(
       NotImplementedError: the implementation cannot do this; the message has every reason.
     """
     options = AttentionOptions(sm_scale, window, soft_cap)
-    name = _choose(impl, q, pool)
+    name = implementations.choose(impl, q, pool)
     if tuning is None:
-        tuning = _default_tuning(name, q, pool, metadata)
-    if not isinstance(tuning, _tuning_kind(name)):
+        tuning = implementations.tuning_for(name, q, pool, metadata)
+    if not isinstance(tuning, implementations.tuning_kind(name)):
         raise ValueError(f"impl={name!r} does not take {type(tuning).__name__}")
     checks.check_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
-    reasons = _unsupported(name, q, pool)
+    reasons = implementations.unsupported(name, q, pool)
     if reasons:
         raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
     if name == "reference":
@@ -125,10 +120,10 @@ def qkv_attention(
     num_tokens, num_kv_heads, group_and_2, head_dim = heads.shape
     q_shape = (num_tokens, num_kv_heads * (group_and_2 - 2), head_dim)
     q = jax.ShapeDtypeStruct(q_shape, heads.dtype)
-    name = _choose(impl, q, pool)
+    name = implementations.choose(impl, q, pool)
     if (
-        _tuning_kind(name) is not HopperTuning
-        or _unsupported(name, q, pool)
+        implementations.tuning_kind(name) is not HopperTuning
+        or implementations.unsupported(name, q, pool)
         or not write_qkv_hopper.can_write(heads, pool)
     ):
         options = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
@@ -166,7 +161,7 @@ def matmul(
       out_dtype: what sums are rounded to; None = the dtype of x.
       impl: as in `paged_attention`; all have XLA's product, "hopper" its own for few rows.
     """
-    num_programs = _hopper_multiprocessors(impl)
+    num_programs = implementations.hopper_multiprocessors(impl)
     return product.matmul(x, w, out_dtype or x.dtype, num_programs=num_programs)
 
 
@@ -181,7 +176,7 @@ def gated_matmul(
     Args:
       impl: see `matmul`.
     """
-    return product.gated_matmul(x, w, num_programs=_hopper_multiprocessors(impl))
+    return product.gated_matmul(x, w, num_programs=implementations.hopper_multiprocessors(impl))
 
 
 def copy_blocks(
@@ -201,7 +196,7 @@ def copy_blocks(
 
 def pool_layout(impl: str | None) -> PoolLayout:
     """The layout of the pool that an implementation reads and writes."""
-    family = _implementation(impl).removesuffix("_interpret")
+    family = implementations.named(impl).removesuffix("_interpret")
     layouts: dict[str, PoolLayout] = {"tpu": "tpu", "hopper": "hopper"}
     return layouts.get(family, "plain")
 
@@ -212,79 +207,13 @@ def max_blocks_per_row(impl: str | None, *, num_rows: int, num_tokens: int) -> i
     Args:
       num_rows, num_tokens: of the largest step.
     """
-    if _implementation(impl) not in ("tpu", "tpu_interpret"):
+    if implementations.named(impl) not in ("tpu", "tpu_interpret"):
         return None
     return attention_tpu.max_blocks_per_row(num_rows=num_rows, num_tokens=num_tokens)
 
 
-def _choose(impl: str | None, q: Shaped, pool: KVPool) -> str:
-    name = _implementation(impl)
-    if impl is None and name == "hopper" and _unsupported(name, q, pool):
-        return "xla"
-    return name
-
-
-def _hopper_multiprocessors(impl: str | None) -> int | None:
-    """How many the GPU has that will run this; None where Hopper's products cannot."""
-    if _implementation(impl) != "hopper" or _platform() != "gpu" or _is_another_gpu():
-        return None
-    return attention_hopper.num_multiprocessors()
-
-
-def _is_another_gpu() -> bool:
-    """Whether the GPU here is none of Hopper's; a described one has no device to ask."""
-    return jax.default_backend() == "gpu" and not attention_hopper.is_hopper()
-
-
 def _hopper_interpret(name: str) -> plgpu.InterpretGPUParams | None:
     return plgpu.InterpretGPUParams() if name == "hopper_interpret" else None
-
-
-def _implementation(impl: str | None) -> str:
-    name = impl or PLATFORM_IMPLEMENTATIONS.get(_platform(), "xla")
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={name!r} must be one of {IMPLEMENTATIONS} or None")
-    return name
-
-
-def _platform() -> str:
-    """Where the program will run: the mesh's devices, which may be a mere description."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
-
-
-def _tuning_kind(name: str) -> type[Tuning]:
-    kinds = {"hopper": HopperTuning, "tpu": TPUTuning}
-    return kinds.get(name.removesuffix("_interpret"), AttentionTuning)
-
-
-def _default_tuning(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -> Tuning:
-    kind = _tuning_kind(name)
-    if kind is HopperTuning:
-        return attention_hopper.tuning_for(pool, metadata)
-    return (
-        attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
-    )
-
-
-def _unsupported(name: str, q: Shaped, pool: KVPool) -> list[str]:
-    """Every reason why the implementation cannot do it."""
-    platform = _platform()
-    if name == "xla":
-        return xla.unsupported(q, pool)
-    if name == "reference":
-        return [] if platform == "cpu" else [f"{platform=} is not cpu"]
-    if name in ("hopper", "hopper_interpret"):
-        reasons = attention_hopper.unsupported(q, pool)
-        wanted = "gpu" if name == "hopper" else "cpu"
-        if platform != wanted:
-            reasons.append(f"{platform=} is not {wanted}")
-        elif name == "hopper" and _is_another_gpu():
-            reasons.append("the GPU's compute capability is not 9.0")
-        return reasons
-    wanted = "tpu" if name == "tpu" else "cpu"
-    reasons = attention_tpu.unsupported(q, pool, interpreted=name == "tpu_interpret")
-    return reasons if platform == wanted else [*reasons, f"{platform=} is not {wanted}"]
 
 
 def _reference(

@@ -15,7 +15,8 @@ from jaxpaged.runner.executable_store import ExecutableStore
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import Weights, load_weights
-from kernels_pallas.ops import IMPLEMENTATIONS, max_blocks_per_row, pool_layout
+from kernels_pallas.implementations import IMPLEMENTATIONS
+from kernels_pallas.ops import max_blocks_per_row, pool_layout
 from kernels_pallas.pool import pool_bytes_per_block
 
 logger = logging.getLogger(__name__)
