@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged import validation
 from jaxpaged.beam_answers import beam_search_output
-from jaxpaged.collector import Collector
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine_client import (
     EngineClient,
@@ -19,13 +18,9 @@ from jaxpaged.engine_client import (
     start_in_thread,
 )
 from jaxpaged.errors import (
-    DuplicateRequestIdError,
     EngineClosedError,
-    JaxpagedError,
-    QueueFullError,
     WeightsChangedError,
 )
-from jaxpaged.live_requests import LiveRequests, call_soon
 from jaxpaged.observer import RequestObserver
 from jaxpaged.outputs import (
     BeamSearchOutput,
@@ -35,11 +30,11 @@ from jaxpaged.outputs import (
     ModelInfo,
     RequestOutput,
     Score,
-    StepOutputs,
     StreamEvent,
 )
 from jaxpaged.prompts import check_deltas_only
-from jaxpaged.request_maker import FrontModel, RequestMaker
+from jaxpaged.request_intake import RequestIntake
+from jaxpaged.request_maker import FrontModel
 from jaxpaged.sampling_params import ChatPrompt, Prompt, SamplingParams
 from jaxpaged.sampling_validation import SamplingDefaults, check_beams
 from jaxpaged.scoring import score
@@ -101,12 +96,10 @@ class AsyncLLM:
         self.config = model.config
         self.tokenizer = model.tokenizer
         self.observer: RequestObserver | None = None
-        self._num_requests = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.engine = connect(self._on_outputs, self._on_died)
-        self.live = LiveRequests(self.engine)
-        self._maker = RequestMaker(model, self.engine.config)
-        self.info: ModelInfo = self._maker.model_info("initial")
+        self._intake = RequestIntake(model, connect)
+        self.engine = self._intake.engine
+        self.live = self._intake.live
+        self.info: ModelInfo = self._intake.maker.model_info("initial")
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -129,7 +122,9 @@ class AsyncLLM:
         Raises:
           JaxpagedError: the request was refused, or a step of the engine failed.
         """
-        collector = await self._submit(prompt, params, request_id, return_text, queue_timeout_s)
+        collector = await self._intake.submit(
+            prompt, params, self.observer, request_id, queue_timeout_s, return_text=return_text
+        )
         try:
             if on_accepted is not None:
                 await on_accepted()
@@ -161,7 +156,9 @@ class AsyncLLM:
         Raises:
           JaxpagedError: the request was refused, or a step of the engine failed.
         """
-        collector = await self._submit(prompt, params, request_id, True, queue_timeout_s)
+        collector = await self._intake.submit(
+            prompt, params, self.observer, request_id, queue_timeout_s
+        )
         collector.max_pending_tokens = max_pending_tokens
         try:
             position = partial(self.live.queue_position, collector)
@@ -226,7 +223,9 @@ class AsyncLLM:
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
         )
-        collector = await self._submit(prompt, params, None, True, None, length_penalty)
+        collector = await self._intake.submit(
+            prompt, params, self.observer, length_penalty=length_penalty
+        )
         try:
             return beam_search_output(await collector.answer(), length_penalty)
         finally:
@@ -238,7 +237,11 @@ class AsyncLLM:
 
     async def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; see `RequestMaker.tokenize`."""
-        return await self._maker.tokenize(prompt, add_special_tokens)
+        return await self._intake.maker.tokenize(prompt, add_special_tokens)
+
+    def check_queue(self) -> None:
+        """Raises QueueFullError when as many requests wait as may."""
+        self._intake.check_queue()
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         """Aborts requests; returns the ids of those that ran. Unknown ids are no error."""
@@ -272,81 +275,22 @@ class AsyncLLM:
         done.add_done_callback(partial(self._on_weights_changed, weights_version))
         await asyncio.shield(asyncio.wrap_future(done))
 
+    def _on_weights_changed(self, weights_version: str, done: Future[None]) -> None:
+        """Called in a thread of the client's."""
+        if done.exception() is not None:
+            return
+        self.info = self._intake.maker.model_info(weights_version)
+        self._intake.fail_all(
+            WeightsChangedError("the weights were replaced while the request ran")
+        )
+
     def close(self) -> None:
         """Stops the engine and frees the device's memory; what runs fails. Idempotent."""
         self.engine.close()
-        self._on_died(EngineClosedError("the engine was closed"))
+        self._intake.fail_all(EngineClosedError("the engine was closed"))
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self.close()
-
-    # --- inside --------------------------------------------------------------------------------
-
-    async def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        return_text: bool,
-        queue_timeout_s: float | None,
-        length_penalty: float | None = None,
-    ) -> Collector:
-        """Checks everything, then hands the request to the engine."""
-        self._enter_loop()
-        self.check_queue()  # before any work: an overloaded server must refuse cheaply
-        request_id = validation.check_request_id(request_id)
-        self._num_requests += 1
-        engine_id = f"{self._num_requests}"
-        with self.live.arriving():
-            request = await self._maker.make(engine_id, prompt, params, length_penalty)
-            processor = request.params.logits_processor
-            if processor is not None:
-                await asyncio.to_thread(self.engine.prepare, processor)
-        # why only now: nothing below waits, so that no two calls can pass the checks together
-        if request_id in self.live:
-            raise DuplicateRequestIdError(f"request_id={request_id!r} is running already")
-        self.check_queue()
-        needs_text = return_text or request.params.needs_token_texts
-        tokenizer = self.tokenizer if needs_text else None
-        collector = Collector(request_id, request, tokenizer, self.observer)
-        self.engine.submit(request)
-        self.live.add(collector, queue_timeout_s)
-        return collector
-
-    def check_queue(self) -> None:
-        """Raises QueueFullError when as many requests wait as may."""
-        limit = self.config.max_queued_requests
-        if self.live.num_queued >= limit:
-            raise QueueFullError(
-                f"{self.live.num_queued} requests wait already: max_queued_requests={limit}"
-            )
-
-    def _enter_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if len(self.live) and self._loop is not None and not self._loop.is_closed():
-                raise RuntimeError("requests of another event loop are still running")
-            self.live.forget_all()
-            self._loop = loop
-
-    def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Called in a thread of the client's."""
-        assert self._loop is not None
-        call_soon(self._loop, self.live.deliver, outputs)
-
-    def _on_died(self, error: JaxpagedError) -> None:
-        """Nothing more comes for what runs. Called in any thread."""
-        if self._loop is not None:
-            call_soon(self._loop, self.live.fail_all, error)
-
-    def _on_weights_changed(self, weights_version: str, done: Future[None]) -> None:
-        """Called in a thread of the client's."""
-        if done.exception() is not None:
-            return
-        self.info = self._maker.model_info(weights_version)
-        if self._loop is not None:
-            error = WeightsChangedError("the weights were replaced while the request ran")
-            call_soon(self._loop, self.live.fail_all, error)

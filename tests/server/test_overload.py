@@ -74,7 +74,7 @@ def test_prompts_that_are_still_tokenised_wait_in_the_queue_too(
 ):
     """Else a flood of long texts would pile up before the tokenizer, however short the queue."""
     may_go = hold_long_texts(llm, monkeypatch)
-    monkeypatch.setattr(llm, "config", replace(llm.config, max_queued_requests=3))
+    monkeypatch.setattr(llm._intake, "config", replace(llm.config, max_queued_requests=3))
 
     async def body(service: Service) -> None:
         long = [service.stub.Generate(long_text()) for _ in range(3)]
