@@ -9,6 +9,9 @@ stretch with an online softmax. The ring runs on across segments, so that the lo
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
 precision), with its maximum and sum, and `decode_combine_hopper` merges them in float32.
+
+Here are the call and its memory; a program's work is in `decode_parts_hopper` (what a worker
+visits), `decode_load_hopper` and `decode_attend_hopper`.
 """
 
 import functools

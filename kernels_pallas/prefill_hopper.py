@@ -9,6 +9,9 @@ Mosaic follows JAX's own dense example). The loader is a tile ahead, across quer
 Queries and results move as swizzled boxes where a tile is full and begins at a multiple of 8
 tokens. Elsewhere they go through an unswizzled buffer, results in boxes of 32, 16, .., 1 rows, so
 that nothing of another row is ever written.
+
+Here are the call and its memory; a program's work is in `prefill_parts_hopper` (what it visits),
+`prefill_load_hopper` and `prefill_attend_hopper`.
 """
 
 import functools

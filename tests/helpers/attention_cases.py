@@ -153,6 +153,31 @@ def with_block_dropped(case: AttentionCase, row: int, index: int) -> AttentionCa
     return replace(case, metadata=replace(case.metadata, block_tables=jnp.asarray(tables)))
 
 
+def with_rows_of(
+    small: AttentionCase, large: AttentionCase, places: dict[int, int]
+) -> AttentionCase:
+    """`large` with rows of `small` moved in: tokens, and old keys and values.
+
+    Args:
+      places: a row of `small` -> the row of `large` of the same lengths.
+    """
+    arrays = {name: np.array(getattr(large, name)) for name in ("q", "k_new", "v_new")}
+    k, v = (np.array(blocks) for blocks in large.pool.layer_kv(large.layer))
+    small_k, small_v = (np.asarray(blocks) for blocks in small.pool.layer_kv(small.layer))
+    small_starts, large_starts = small.metadata.cu_q_lens, large.metadata.cu_q_lens
+    for source, target in places.items():
+        length = int(small.metadata.q_lens[source])
+        begin, end = int(small_starts[source]), int(large_starts[target])
+        for name, array in arrays.items():
+            array[end : end + length] = np.asarray(getattr(small, name))[begin : begin + length]
+        for index in range(-(-int(small.metadata.kv_lens[source]) // small.pool.block_size)):
+            old = int(small.metadata.block_tables[source, index])
+            new = int(large.metadata.block_tables[target, index])
+            k[new], v[new] = small_k[old], small_v[old]
+    pool = large.pool.with_layer_kv(large.layer, jnp.asarray(k), jnp.asarray(v))
+    return replace(large, pool=pool, **{name: jnp.asarray(array) for name, array in arrays.items()})
+
+
 def _metadata(
     rows: list[tuple[int, int]],
     num_decode_rows: int,

@@ -20,6 +20,7 @@ from helpers.attention_cases import (
     oracle,
     with_block_dropped,
     with_layout,
+    with_rows_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,7 +229,7 @@ class TestPagedAttention:
         small = make_case([(1, 19), (6, 21)], num_decode_rows=1, shape=shape)
         rows = [(1, 19), *((1, length) for length in lens), (6, 21)]
         large = make_case(rows, num_decode_rows=6, shape=shape)
-        large = _with_rows_of(small, large, {0: 0, 1: 6})
+        large = with_rows_of(small, large, {0: 0, 1: 6})
         alone, _ = run(small.args, impl=impl, tuning=SMALL_TILES)
         among, _ = run(large.args, impl=impl, tuning=SMALL_TILES)
         np.testing.assert_allclose(among[0], alone[0], rtol=1e-6, atol=1e-6)
@@ -285,25 +286,3 @@ class TestNegativeControls:
         out, _ = run(broken.args, impl=impl, tuning=SMALL_TILES)
         assert np.isnan(np.asarray(out[3])).all()
         assert np.isfinite(np.asarray(out[:3])).all()
-
-
-def _with_rows_of(small, large, places):
-    """`large` with rows of `small` moved in: tokens, and old keys and values.
-
-    `places` maps a row of `small` to the row of `large` of the same lengths.
-    """
-    arrays = {name: np.array(getattr(large, name)) for name in ("q", "k_new", "v_new")}
-    k, v = (np.array(blocks) for blocks in large.pool.layer_kv(large.layer))
-    small_k, small_v = (np.asarray(blocks) for blocks in small.pool.layer_kv(small.layer))
-    small_starts, large_starts = small.metadata.cu_q_lens, large.metadata.cu_q_lens
-    for source, target in places.items():
-        length = int(small.metadata.q_lens[source])
-        begin, end = int(small_starts[source]), int(large_starts[target])
-        for name, array in arrays.items():
-            array[end : end + length] = np.asarray(getattr(small, name))[begin : begin + length]
-        for index in range(-(-int(small.metadata.kv_lens[source]) // small.pool.block_size)):
-            old = int(small.metadata.block_tables[source, index])
-            new = int(large.metadata.block_tables[target, index])
-            k[new], v[new] = small_k[old], small_v[old]
-    pool = large.pool.with_layer_kv(large.layer, jnp.asarray(k), jnp.asarray(v))
-    return replace(large, pool=pool, **{name: jnp.asarray(array) for name, array in arrays.items()})
