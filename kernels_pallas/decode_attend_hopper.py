@@ -1,4 +1,9 @@
-"""The attenders of the Hopper decode kernel: a warpgroup a worker, with an online softmax."""
+"""The attender of a worker of the Hopper decode kernel: a warpgroup, with an online softmax.
+
+Scores stand keys by queries, and so does the result head_dim by queries: the matrix unit multiplies
+64 rows whatever there is, and a KV head has few queries. Power bounds an H200's clock, and products
+of rows that are no queries take power, too.
+"""
 
 import functools
 
@@ -9,14 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.decode_parts_hopper import DecodeRefs, DecodeShape, Segment, Walk, visible
 from kernels_pallas.hopper_parts import (
-    MMA_ROWS,
     NEVER,
     SMALL,
     capped_scores,
     clear_invisible,
-    column_parts,
-    is_wide,
     mma_accumulator,
+    store_slowly,
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.tuning import HopperDecodeTuning
@@ -28,143 +31,123 @@ def attend(
     shape: DecodeShape,
     options: AttentionOptions,
     tuning: HopperDecodeTuning,
-    *,
-    interpreted: bool,
 ) -> None:
-    """Computes and writes one worker's results, of whole units and of parts."""
-    pair, num_segments = walk.pair, walk.num_segments
+    """Computes and writes the worker's results, of whole units and of parts."""
     kv_tile, stages, group = tuning.kv_tile, tuning.stages, shape.out_group
-    alone = 240 if is_wide(shape.head_dim) else 232
-    plgpu.set_max_registers(216 if tuning.workers == 2 else alone, action="increase")
-    by_row = plgpu.Layout.WGMMA.reduce(1)
-    parts = column_parts(shape.head_dim)
-
-    def fill_out(rows):
-        for i, columns in enumerate(parts):
-            part = rows[:, columns.start : columns.start + columns.size]
-            refs.out_sm[pair * len(parts) + i] = part
-
-    def store_out(ref):
-        for i, columns in enumerate(parts):
-            part_sm = refs.out_sm.at[pair * len(parts) + i, pl.ds(0, ref.shape[0])]
-            plgpu.copy_smem_to_gmem(part_sm, ref.at[:, columns])
-
-    def clear_q():
-        """Makes the rows zero that no query will fill, and lets the loader fill the others."""
-        for slot in (2 * pair, 2 * pair + 1):
-            for columns in parts:
-                part = refs.q_sm.at[slot, :, columns]
-                zeros = jnp.zeros(part.shape, shape.dtype)
-                part[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-        for i in range(2):
-            pl.when(i < num_segments)(
-                lambda i=i: plgpu.barrier_arrive(refs.q_read.at[2 * pair + i])
-            )
+    queries, by_query = shape.padded_group, plgpu.Layout.WGMMA.reduce(0)
 
     def visit(segment: Segment):
         number, row, head = segment.number, segment.row, segment.head
         first_tile, count, kv_len = segment.first_tile, segment.count, segment.kv_len
-        q_slot = 2 * pair + lax.rem(number, jnp.int32(2))
+        q_slot = lax.rem(number, jnp.int32(2))
         plgpu.barrier_wait(refs.q_there.at[q_slot])
 
         def take_in(i, carry, *, masked: bool):
-            acc, m, l = carry  # noqa: E741
+            acc, m, weights = carry
             step = segment.done + i
-            slot = pair * stages + lax.rem(step, jnp.int32(stages))
+            slot = lax.rem(step, jnp.int32(stages))
             # Its arrival is waited for, if there is a load that needs the slot.
             is_needed = step + stages < walk.end - walk.begin
             low, high = visible(kv_len, (first_tile + i) * kv_tile, options)
             plgpu.barrier_wait(refs.k_there.at[slot])
 
-            def qk(acc_ref):
-                plgpu.wgmma(acc_ref, refs.q_sm.at[q_slot], refs.k_sm.at[slot].transpose((1, 0)))
+            def kq(acc_ref):
+                plgpu.wgmma(acc_ref, refs.k_sm.at[slot], refs.q_sm.at[q_slot].transpose((1, 0)))
                 return acc_ref[...]
 
-            scores = pl.run_scoped(qk, mma_accumulator(MMA_ROWS, kv_tile))
+            scores = pl.run_scoped(kq, mma_accumulator(kv_tile, queries))
             pl.when(is_needed)(lambda: plgpu.barrier_arrive(refs.k_read.at[slot]))
             scores, factor = capped_scores(scores, options)
             if masked:
                 key = plgpu.broadcasted_iota(
-                    jnp.int32, (MMA_ROWS, kv_tile), 1, layout=plgpu.Layout.WGMMA
+                    jnp.int32, (kv_tile, queries), 0, layout=plgpu.Layout.WGMMA
                 )
                 scores = jnp.where((key >= low) & (key < high), scores, -jnp.inf)
-            m_new = jnp.maximum(m, scores.max(axis=1) * factor)
+            highest = plgpu.layout_cast(scores.max(axis=0), by_query)
+            m_new = jnp.maximum(m, highest * factor)
             decay = jnp.exp2(m - m_new)
-            p = jnp.exp2(scores * factor - lax.broadcast_in_dim(m_new, scores.shape, [0]))
-            l = l * decay + p.sum(axis=1)  # noqa: E741
-            p = p.astype(shape.dtype)
+            p = jnp.exp2(scores * factor - _spread(m_new, scores))
+            weights = weights * _spread(decay, weights) + p
+            refs.p_sm.transpose((1, 0))[...] = _transposed(p.astype(shape.dtype))
+            plgpu.commit_smem()
             plgpu.barrier_wait(refs.v_there.at[slot])
             if masked:
                 clear_invisible(refs.v_sm.at[slot], low, high)
-            if interpreted:
-                refs.p_sm[pair] = p
-                plgpu.commit_smem()
 
-            def pv(acc_ref):
-                plgpu.wgmma(acc_ref, refs.p_sm.at[pair] if interpreted else p, refs.v_sm.at[slot])
+            def vp(acc_ref):
+                values, p = refs.v_sm.at[slot].transpose((1, 0)), refs.p_sm.transpose((1, 0))
+                plgpu.wgmma(acc_ref, values, p)
                 return acc_ref[...]
 
-            if is_wide(shape.head_dim) and not interpreted:
-                # There are registers for one accumulator alone.
-                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-                acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, refs.v_sm.at[slot]))(
-                    plgpu.WGMMAAccumulatorRef.init(acc)
-                )
-                pl.when(is_needed)(lambda: plgpu.barrier_arrive(refs.v_read.at[slot]))
-            else:
-                added = pl.run_scoped(pv, mma_accumulator(MMA_ROWS, shape.head_dim))
-                pl.when(is_needed)(lambda: plgpu.barrier_arrive(refs.v_read.at[slot]))
-                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + added
-            return acc, m_new, l
+            added = pl.run_scoped(vp, mma_accumulator(shape.head_dim, queries))
+            pl.when(is_needed)(lambda: plgpu.barrier_arrive(refs.v_read.at[slot]))
+            return acc * _spread(decay, acc) + added, m_new, weights
 
-        # The probabilities of other rows are zeros, too: no score is near their maximum.
-        is_query = plgpu.broadcasted_iota(jnp.int32, (MMA_ROWS,), 0, layout=by_row) < shape.group
         carry = (
-            plgpu.layout_cast(
-                jnp.zeros((MMA_ROWS, shape.head_dim), jnp.float32), plgpu.Layout.WGMMA
-            ),
-            jnp.where(is_query, NEVER, -NEVER),
-            plgpu.layout_cast(jnp.zeros((MMA_ROWS,), jnp.float32), by_row),
+            _zeros(shape.head_dim, queries),
+            plgpu.layout_cast(jnp.full((queries,), NEVER, jnp.float32), by_query),
+            _zeros(kv_tile, queries),
         )
         # What the row does not fill is masked; with a window, any tile may be.
         filled = lax.div(kv_len, jnp.int32(kv_tile))
         unmasked = jnp.clip(filled - first_tile, 0, count) if options.window is None else 0
         carry = lax.fori_loop(0, unmasked, functools.partial(take_in, masked=False), carry)
         carry = lax.fori_loop(unmasked, count, functools.partial(take_in, masked=True), carry)
-        acc, m, l = carry  # noqa: E741
-        pl.when(number + 2 < num_segments)(lambda: plgpu.barrier_arrive(refs.q_read.at[q_slot]))
+        acc, m, weights = carry
+        l = plgpu.layout_cast(weights.sum(axis=0), by_query)  # noqa: E741
+        pl.when(number + 2 < walk.num_segments)(
+            lambda: plgpu.barrier_arrive(refs.q_read.at[q_slot])
+        )
         # The stores of the segment before have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def fill_out(values):
+            store_slowly(refs.out_sm.transpose((1, 0)), _transposed(values))
 
         @pl.when(segment.is_whole)
         def _write():
             factor = 1.0 / jnp.maximum(l, SMALL)
             if shape.has_sinks:
-                sink = plgpu.load(refs.sinks_ref.at[head], layout=by_row, optimized=False)
+                sinks_ref = refs.sinks_ref.at[head, pl.ds(0, queries)]
+                sink = plgpu.load(sinks_ref, layout=by_query, optimized=False)
                 m_new = jnp.maximum(m, sink)
                 decay = jnp.exp2(m - m_new)
                 factor = decay / (l * decay + jnp.exp2(sink - m_new))
-            result = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-            fill_out(result.astype(shape.dtype))
+            fill_out((acc * _spread(factor, acc)).astype(shape.dtype))
             plgpu.commit_smem()
-            store_out(refs.out_ref.at[row, pl.ds(head * group, group)])
+            plgpu.copy_smem_to_gmem(
+                refs.out_sm.at[pl.ds(0, group)],
+                refs.out_ref.at[row, pl.ds(head * group, group)],
+            )
 
         @pl.when(jnp.logical_not(segment.is_whole))
         def _write_partial():
             place = 2 * walk.worker + jnp.where(segment.done == 0, 0, 1)
-            rest = acc * lax.broadcast_in_dim(1.0 / jnp.maximum(l, SMALL), acc.shape, [0])
+            rest = acc * _spread(1.0 / jnp.maximum(l, SMALL), acc)
             for half, stat in enumerate((m, l)):
                 if half:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                refs.stats_sm[pair] = stat
+                store_slowly(refs.stats_sm, stat)
                 rounded = rest.astype(shape.dtype)
                 fill_out(rounded)
                 rest = rest - rounded.astype(jnp.float32)
                 plgpu.commit_smem()
-                store_out(refs.partials_ref.at[place, half])
-                plgpu.copy_smem_to_gmem(refs.stats_sm.at[pair], refs.stats_ref.at[place, half])
+                plgpu.copy_smem_to_gmem(refs.out_sm, refs.partials_ref.at[place, half])
+                plgpu.copy_smem_to_gmem(refs.stats_sm, refs.stats_ref.at[place, half])
 
-    clear_q()
     walk.for_each(visit, looks_ahead=False)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _zeros(*shape: int):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _spread(values, like):
+    """One value a query, for every row of `like`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, like.shape, [1]), plgpu.Layout.WGMMA)
+
+
+def _transposed(values):
+    """The same values, in registers that make for stores into a transposed array."""
+    return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -46,7 +46,7 @@ def combine(
 def _combine_unit(
     workers_ref,  # i32[num_workers, 8] GMEM
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
-    stats_ref,  # f32[places, 2 (m and l), MMA_ROWS] GMEM
+    stats_ref,  # f32[places, 2 (m and l), padded_group] GMEM
     sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
     out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
     *,

@@ -1,12 +1,10 @@
 """Paged decode attention for Hopper GPUs (compute capability 9.0), Pallas Mosaic GPU.
 
-A persistent kernel: every multiprocessor runs one program with a few workers (see `decode_plan`).
-A worker is a pair of warpgroups: the loader walks the worker's stretch of KV tiles and keeps a ring
-of them in flight, one TMA box a block and head, found through the block table; the attender walks
-the same stretch with an online softmax. The query heads of one KV head are rows of one MMA tile
-(padded to 64 by zeros, whose products take little power: where power bounds the clock, a whole step
-is faster for it). The ring runs on across segments, so that the loads of the next (row, head) are
-under way while this one ends.
+A persistent kernel: two programs a multiprocessor, each a worker (see `decode_plan`), which is a
+pair of warpgroups. The loader walks the worker's stretch of KV tiles and keeps a ring of them in
+flight, one TMA box a block and head, found through the block table; the attender walks the same
+stretch with an online softmax. The ring runs on across segments, so that the loads of the next
+(row, head) are under way while this one ends.
 
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
@@ -31,11 +29,8 @@ from kernels_pallas.decode_load_hopper import load
 from kernels_pallas.decode_parts_hopper import DecodeRefs, DecodeShape, Walk
 from kernels_pallas.decode_plan import DecodePlan
 from kernels_pallas.hopper_parts import (
-    MMA_ROWS,
     WARPGROUP,
-    column_parts,
     interpreted_options,
-    part_size,
     swizzled_smem,
 )
 from kernels_pallas.metadata import AttentionOptions
@@ -67,7 +62,7 @@ def paged_decode(
       plan: made with this tuning's `kv_tile` and `num_workers`.
       out: array whose first rows become the result, in place, where the plan has tiles for them;
         None = a new one. Only when `writes_whole_rows(group, head_dim)`.
-      interpret: run on the CPU; the probabilities then go through shared memory.
+      interpret: run on the CPU.
 
     Returns:
       The result, or `out` with it; rows for which the plan has no tiles hold anything.
@@ -79,23 +74,21 @@ def paged_decode(
             (num_rows, shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
         ),
         jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
-        jax.ShapeDtypeStruct((num_places, 2, MMA_ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((num_places, 2, shape.padded_group), jnp.float32),
     )
     out_ref = None
     if out is not None:
         assert shape.out_group == group, f"{group=} does not fill whole rows"
         out_ref, out_type = jax.new_ref(out), out_type[1:]
     kernel = plgpu.kernel(
-        functools.partial(
-            _entry, shape=shape, options=options, tuning=tuning, interpreted=interpret is not None
-        ),
+        functools.partial(_entry, shape=shape, options=options, tuning=tuning),
         out_type=out_type,
-        grid=(tuning.num_programs,),
-        grid_names=("program",),
-        num_threads=2 * tuning.workers,
+        # why a worker a program: what crosses warps goes through memory that a program has once
+        grid=(tuning.num_workers,),
+        grid_names=("worker",),
+        num_threads=2,
         thread_name="warpgroup",
-        # No reduction here crosses warps: little scratch memory will do.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),
         **interpreted_options(interpret),
     )
     arguments = (
@@ -151,35 +144,23 @@ def _pad_group(q: Array, shape: DecodeShape) -> Array:
     return q.reshape(q.shape[0], -1, shape.head_dim)
 
 
-def _entry(
-    *refs,
-    shape: DecodeShape,
-    options: AttentionOptions,
-    tuning: HopperDecodeTuning,
-    interpreted: bool,
-):
-    """Allocates shared memory and barriers, then splits into loaders and attenders."""
-    stages = tuning.workers * tuning.stages
+def _entry(*refs, shape: DecodeShape, options: AttentionOptions, tuning: HopperDecodeTuning):
+    """Allocates shared memory and barriers, then splits into the loader and the attender."""
+    stages = tuning.stages
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
-    q_shape = (2 * tuning.workers, MMA_ROWS, shape.head_dim)
-    num_parts = len(column_parts(shape.head_dim))
-    out_shape = (tuning.workers * num_parts, MMA_ROWS, part_size(shape.head_dim))
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
-    p_shape = (tuning.workers, MMA_ROWS, tuning.kv_tile)
     pl.run_scoped(
-        lambda *scratch: _program(
-            DecodeRefs(*refs, *scratch), shape, options, tuning, interpreted=interpreted
-        ),
-        swizzled_smem(q_shape, shape.dtype),  # q, of this segment and the next
+        lambda *scratch: _program(DecodeRefs(*refs, *scratch), shape, options, tuning),
+        swizzled_smem((2, shape.padded_group, shape.head_dim), shape.dtype),  # q
         swizzled_smem(kv_shape, shape.dtype),  # k
         swizzled_smem(kv_shape, shape.dtype),  # v
-        plgpu.SMEM(out_shape, shape.dtype),  # out
-        plgpu.SMEM((tuning.workers, MMA_ROWS), jnp.float32),  # m, then l
-        swizzled_smem(p_shape, shape.dtype) if interpreted else None,
-        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q is there
+        plgpu.SMEM((shape.padded_group, shape.head_dim), shape.dtype),  # out
+        plgpu.SMEM((shape.padded_group,), jnp.float32),  # m, then l
+        swizzled_smem((shape.padded_group, tuning.kv_tile), shape.dtype),  # p
+        plgpu.Barrier(num_barriers=2),  # q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there
-        plgpu.Barrier(num_barriers=2 * tuning.workers),  # q can be filled
+        plgpu.Barrier(num_barriers=2),  # q was read
         plgpu.Barrier(num_barriers=stages),  # k was read
         plgpu.Barrier(num_barriers=stages),  # v was read
         collective_axes="warpgroup",
@@ -187,16 +168,9 @@ def _entry(
 
 
 def _program(
-    refs: DecodeRefs,
-    shape: DecodeShape,
-    options: AttentionOptions,
-    tuning: HopperDecodeTuning,
-    *,
-    interpreted: bool,
+    refs: DecodeRefs, shape: DecodeShape, options: AttentionOptions, tuning: HopperDecodeTuning
 ):
-    warpgroup = lax.axis_index("warpgroup")
-    walk = Walk(refs, warpgroup, shape, tuning)
-    pl.when(lax.rem(warpgroup, jnp.int32(2)) == 1)(lambda: load(refs, walk, shape, options, tuning))
-    pl.when(lax.rem(warpgroup, jnp.int32(2)) == 0)(
-        lambda: attend(refs, walk, shape, options, tuning, interpreted=interpreted)
-    )
+    walk = Walk(refs, shape)
+    is_loader = lax.axis_index("warpgroup") == 1
+    pl.when(is_loader)(lambda: load(refs, walk, shape, options, tuning))
+    pl.when(jnp.logical_not(is_loader))(lambda: attend(refs, walk, shape, options, tuning))

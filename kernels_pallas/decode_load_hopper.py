@@ -1,4 +1,4 @@
-"""The loaders of the Hopper decode kernel: a warpgroup a worker, a ring of tiles ahead of it."""
+"""The loader of a worker of the Hopper decode kernel: a warpgroup, a ring of tiles ahead of it."""
 
 import functools
 
@@ -20,24 +20,23 @@ def load(
     options: AttentionOptions,
     tuning: HopperDecodeTuning,
 ) -> None:
-    """Fills one worker's slots of queries, keys and values."""
-    pair, kv_tile, stages = walk.pair, tuning.kv_tile, tuning.stages
-    plgpu.set_max_registers(40, action="decrease")
+    """Fills the worker's slots of queries, keys and values."""
+    kv_tile, stages = tuning.kv_tile, tuning.stages
 
     def visit(segment: Segment):
         row, head, first_tile = segment.row, segment.head, segment.first_tile
-        q_slot = 2 * pair + lax.rem(segment.number, jnp.int32(2))
-        plgpu.barrier_wait(refs.q_read.at[q_slot])
+        q_slot = lax.rem(segment.number, jnp.int32(2))
+        pl.when(segment.number >= 2)(lambda: plgpu.barrier_wait(refs.q_read.at[q_slot]))
         plgpu.copy_gmem_to_smem(
             refs.q_ref.at[row, pl.ds(head * shape.padded_group, shape.padded_group)],
-            refs.q_sm.at[q_slot, pl.ds(0, shape.padded_group)],
+            refs.q_sm.at[q_slot],
             refs.q_there.at[q_slot],
         )
 
         @pl.loop(0, segment.count)
         def _(i):
             step = segment.done + i
-            slot = pair * stages + lax.rem(step, jnp.int32(stages))
+            slot = lax.rem(step, jnp.int32(stages))
             boxes = kv_boxes(
                 refs.tables_ref,
                 row,

@@ -10,14 +10,13 @@ from jax import lax
 
 from kernels_pallas.decode_plan import RowColumn, WorkerColumn
 from kernels_pallas.metadata import AttentionOptions
-from kernels_pallas.tuning import HopperDecodeTuning
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     num_kv_heads: int
     group: int  # query heads a KV head
-    padded_group: int  # rows of a query box and of a partial result
+    padded_group: int  # rows of a query box and of a partial result, columns of a matrix product
     out_group: int  # rows that a unit writes: `combine` wants whole warpgroups of elements
     has_sinks: bool
     head_dim: int
@@ -39,20 +38,20 @@ class DecodeRefs:
 
     out_ref: Any  # [num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref: Any  # [places, 2, padded_group, head_dim] GMEM
-    stats_ref: Any  # f32[places, 2 (m and l), MMA_ROWS] GMEM
+    stats_ref: Any  # f32[places, 2 (m and l), padded_group] GMEM
 
-    q_sm: Any  # [2 * workers, MMA_ROWS, head_dim] SMEM: of this segment and the next
-    k_sm: Any  # [workers * stages, kv_tile, head_dim] SMEM
-    v_sm: Any  # [workers * stages, kv_tile, head_dim] SMEM
-    out_sm: Any  # [workers * parts, MMA_ROWS, part_size] SMEM
-    stats_sm: Any  # f32[workers, MMA_ROWS] SMEM: m, then l
-    p_sm: Any  # [workers, MMA_ROWS, kv_tile] SMEM, or None
-    q_there: Any  # [2 * workers]
-    k_there: Any  # [workers * stages], one arrival a box
-    v_there: Any  # [workers * stages], one arrival a box
-    q_read: Any  # [2 * workers]: can be filled
-    k_read: Any  # [workers * stages]
-    v_read: Any  # [workers * stages]
+    q_sm: Any  # [2, padded_group, head_dim] SMEM: of this segment and the next
+    k_sm: Any  # [stages, kv_tile, head_dim] SMEM
+    v_sm: Any  # [stages, kv_tile, head_dim] SMEM
+    out_sm: Any  # [padded_group, head_dim] SMEM, unswizzled: fewer rows can leave it
+    stats_sm: Any  # f32[padded_group] SMEM: m, then l
+    p_sm: Any  # [padded_group, kv_tile] SMEM
+    q_there: Any  # [2]
+    k_there: Any  # [stages], one arrival a box
+    v_there: Any  # [stages], one arrival a box
+    q_read: Any  # [2]
+    k_read: Any  # [stages]
+    v_read: Any  # [stages]
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,14 @@ class Walk:
     """A worker's segments, which its loader and its attender walk alike.
 
     Attributes:
-      pair: the worker's number in its program.
       worker: its number in the plan.
       begin, end: of its stretch of the line of tiles.
       num_segments: that it cuts the line into.
     """
 
-    def __init__(
-        self, refs: DecodeRefs, warpgroup: Any, shape: DecodeShape, tuning: HopperDecodeTuning
-    ):
+    def __init__(self, refs: DecodeRefs, shape: DecodeShape):
         self._refs, self._shape = refs, shape
-        self.pair = lax.div(warpgroup, jnp.int32(2))
-        self.worker = lax.axis_index("program") * tuning.workers + self.pair
+        self.worker = lax.axis_index("worker")
         self.begin, self.end, self._first_row, self.num_segments = (
             refs.workers_ref[self.worker, column] for column in WorkerColumn
         )

@@ -40,6 +40,14 @@ def interpreted_options(interpret: plgpu.InterpretGPUParams | None) -> dict[str,
     return {} if interpret is None else {"interpret": interpret}
 
 
+def store_slowly(ref, values) -> None:
+    """Stores registers in shared memory that is not laid out for them."""
+    if hasattr(plgpu, "store"):  # since JAX 0.12, which otherwise refuses such a store
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
 def kv_boxes(tables_ref, row, tile, first_row, block_size: int, kv_tile: int):
     """(pool row, offset, size) of each part of a KV tile that one TMA box can take."""
     size, last = block_size, tables_ref.shape[1] - 1  # a tile may reach past the table

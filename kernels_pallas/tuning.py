@@ -33,18 +33,12 @@ class HopperDecodeTuning:
     Attributes:
       kv_tile: KV tokens of one softmax update; a multiple of the matrix unit's 64 rows.
       stages: KV tiles in flight a worker.
-      workers: workers a multiprocessor, each a loading and an attending warpgroup.
-      num_programs: multiprocessors.
+      num_workers: programs, each a loading and an attending warpgroup. As many as run at once.
     """
 
     kv_tile: int = 64
     stages: int = 2
-    workers: int = 2
-    num_programs: int = 132
-
-    @property
-    def num_workers(self) -> int:
-        return self.workers * self.num_programs
+    num_workers: int = 264
 
 
 @dataclass(frozen=True)
@@ -85,12 +79,12 @@ def hopper_tuning(*, num_units: int, head_dim: int, num_programs: int) -> Hopper
       num_units: rows times KV heads of a decode step. Few of them are cut into many parts each:
         then fewer workers leave fewer parts to merge.
     """
-    workers, stages = (1, 4) if num_units <= num_programs else (2, 2)
+    num_workers, stages = (num_programs, 4) if num_units <= num_programs else (2 * num_programs, 2)
     prefill = HopperPrefillTuning(num_programs=num_programs)
     if head_dim > 128:
-        workers, stages = 1, 2
+        num_workers, stages = num_programs, 2
         prefill = HopperPrefillTuning(64, 2, q_slots=1, num_programs=num_programs)
-    decode = HopperDecodeTuning(64, stages, workers, num_programs)
+    decode = HopperDecodeTuning(64, stages, num_workers)
     return HopperTuning(decode, prefill)
 
 

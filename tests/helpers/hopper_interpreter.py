@@ -39,11 +39,11 @@ def small_tuning(head_dim: int) -> HopperTuning:
     """As on a device of two multiprocessors."""
     if head_dim > 128:
         return HopperTuning(
-            HopperDecodeTuning(64, 2, workers=1, num_programs=2),
+            HopperDecodeTuning(64, 2, num_workers=2),
             HopperPrefillTuning(64, 2, q_slots=1, num_programs=2),
         )
     return HopperTuning(
-        HopperDecodeTuning(64, 2, workers=2, num_programs=2), HopperPrefillTuning(num_programs=2)
+        HopperDecodeTuning(64, 2, num_workers=4), HopperPrefillTuning(num_programs=2)
     )
 
 

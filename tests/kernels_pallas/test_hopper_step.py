@@ -13,7 +13,7 @@ from kernels_pallas import attention_hopper, ops
 from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.tuning import HopperDecodeTuning, HopperPrefillTuning, HopperTuning
 
-TUNING = HopperTuning(HopperDecodeTuning(num_programs=2), HopperPrefillTuning(num_programs=2))
+TUNING = HopperTuning(HopperDecodeTuning(num_workers=4), HopperPrefillTuning(num_programs=2))
 TOLERANCE = 1e-2  # bf16, relative
 MIXED = [(1, 30), (1, 1), (1, 16), (6, 6), (1, 9), (10, 31)]
 
