@@ -7,7 +7,6 @@ every second pair has them the other way around.
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable
 
 import psutil
 from serve_load import Workload, run_closed, sender
@@ -16,13 +15,12 @@ from serve_processes import TINY_VOCAB_SIZE, InProcess, running_in_process, runn
 from jaxpaged.client import AsyncClient
 
 REQUIRED_SHARE = 0.85  # of in-process speed
-_NUM_ROUNDS = 12
+_NUM_ROUNDS = 14
 _NUM_WAVES = 1  # requests of each stream in a round
 _WARM_UP_SEED = 2**31
 _IDLE_S = 2.0
 
 Figures = dict[str, float]
-RunRound = Callable[[Workload, int, int], Awaitable[Figures]]
 
 
 def compare(num_streams: int) -> tuple[Figures, bool]:
@@ -45,48 +43,48 @@ def compare(num_streams: int) -> tuple[Figures, bool]:
 async def _compare(
     address: str, in_process: InProcess, num_streams: int, processes: dict[str, psutil.Process]
 ) -> Figures:
+    rounds: dict[str, list[Figures]] = {"stream": [], "in_process": []}
+    cpu_ms: dict[str, list[float]] = {name: [] for name in processes}
     async with AsyncClient(address, retries=False) as client:
         send = sender(client)
 
-        async def stream(work: Workload, num_requests: int, concurrency: int) -> Figures:
-            return (await run_closed(send, work, num_requests, concurrency)).figures()
+        async def run(side: str, seed: int, num_waves: int) -> Figures:
+            # A seed's prompts are new to a side: it finds none of them in its prefix cache.
+            work = Workload("random", 32, 128, TINY_VOCAB_SIZE, seed)
+            size = num_waves * num_streams, num_streams
+            if side == "in_process":
+                return await asyncio.to_thread(in_process.run, work, *size)
+            return (await run_closed(send, work, *size)).figures()
 
-        async def alone(work: Workload, num_requests: int, concurrency: int) -> Figures:
-            return await asyncio.to_thread(in_process.run, work, num_requests, concurrency)
-
-        sides: dict[str, RunRound] = {"stream": stream, "in_process": alone}
-        for run in sides.values():
-            await run(_work(_WARM_UP_SEED), num_streams, num_streams)
-        await asyncio.sleep(0.5)
-        before = _cpu_seconds(processes)
-        await asyncio.sleep(_IDLE_S)
-        idle = {
-            f"{name}_idle_cores": (after - before[name]) / _IDLE_S
-            for name, after in _cpu_seconds(processes).items()
-        }
-        rounds: dict[str, list[Figures]] = {"stream": [], "in_process": []}
-        cpu_ms: dict[str, list[float]] = {name: [] for name in processes}
+        for side in rounds:
+            await run(side, _WARM_UP_SEED, 1)
+        idle = await _idle_cores(processes)
         for number in range(_NUM_ROUNDS):
-            for side in sorted(sides, reverse=number % 2 == 0):
+            for side in sorted(rounds, reverse=number % 2 == 0):
                 before = _cpu_seconds(processes)
-                # Prompts that this side has not seen: neither finds them in its prefix cache.
-                figures = await sides[side](_work(number), _NUM_WAVES * num_streams, num_streams)
+                figures = await run(side, number, _NUM_WAVES)
                 rounds[side].append(figures)
-                tokens = figures["tokens_per_s"] * figures["seconds"]
+                num_tokens = figures["tokens_per_s"] * figures["seconds"]
                 for name, after in _cpu_seconds(processes).items():
                     if (name == "in_process") == (side == "in_process"):
-                        cpu_ms[name].append(1e6 * (after - before[name]) / tokens)
+                        cpu_ms[name].append(1e6 * (after - before[name]) / num_tokens)
     return _summary(rounds, cpu_ms) | idle
 
 
-def _work(seed: int) -> Workload:
-    return Workload("random", 32, 128, TINY_VOCAB_SIZE, seed)
+async def _idle_cores(processes: dict[str, psutil.Process]) -> Figures:
+    """What a side takes from the other one's rounds: cores of each process, while none has one."""
+    await asyncio.sleep(0.5)
+    before = _cpu_seconds(processes)
+    await asyncio.sleep(_IDLE_S)
+    after = _cpu_seconds(processes)
+    return {f"{name}_idle_cores": (after[name] - before[name]) / _IDLE_S for name in processes}
 
 
 def _summary(rounds: dict[str, list[Figures]], cpu_ms: dict[str, list[float]]) -> Figures:
     """Medians over the rounds of Stream; speeds of both sides; CPU milliseconds per 1000 tokens."""
     stream, alone = rounds["stream"], rounds["in_process"]
     figures = {name: statistics.median(r[name] for r in stream) for name in stream[0]}
+    del figures["tokens_per_s"]  # told for both sides
     figures["failed"] = sum(r["failed"] for r in stream + alone)
     for side, its_rounds in rounds.items():
         speeds = [r["tokens_per_s"] for r in its_rounds]
@@ -95,9 +93,7 @@ def _summary(rounds: dict[str, list[Figures]], cpu_ms: dict[str, list[float]]) -
         figures[f"{side}_tokens_per_s_max"] = max(speeds)
     for name, values in cpu_ms.items():
         figures[f"{name}_cpu_ms_per_1000_tokens"] = statistics.median(values)
-    shares = [
-        s["tokens_per_s"] / a["tokens_per_s"] for s, a in zip(stream, alone, strict=True)
-    ]
+    shares = [s["tokens_per_s"] / a["tokens_per_s"] for s, a in zip(stream, alone, strict=True)]
     figures["share_min"], figures["share_max"] = min(shares), max(shares)
     figures["stream_share_of_in_process"] = statistics.median(shares)
     return figures
