@@ -8,8 +8,9 @@
     scripts/bench_serve.py --check                                   the promises of docs/serving.md
 
 The client is this process; the last three start a server in processes of its own. `--quick`
-compares Stream with the same requests in one process, in turns. `--trace mixed` does so once, with the mixed trace through 256 streams, against all of it at once
-through `LLM.generate` (without a GPU a small share of it, through a small model).
+compares Stream with the same requests in one process, in turns. `--trace mixed` does so once, with
+the mixed trace through 256 streams, against all of it at once through `LLM.generate` (without a GPU
+a small share of it, through a small model).
 """
 
 import argparse
