@@ -52,7 +52,7 @@ _SOUND_AFTER_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 # The path of a Unix socket has about a hundred characters at most, some systems' TMPDIR has more.
 _MAX_TMPDIR_LENGTH = 70
-_CPU_NICENESS = 2  # enough for answers in time; more gives the cores to other programs
+_CPU_NICENESS = 1  # enough for answers in time; more gives the cores to other programs
 
 
 def start_in_process(

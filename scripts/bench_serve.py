@@ -8,15 +8,14 @@
     scripts/bench_serve.py --check                                   the promises of docs/serving.md
 
 The client is this process; the last three start a server in processes of its own. `--quick`
-compares Stream with the same requests in one process, run right before and after it. `--trace
-mixed` does so once, with the mixed trace through 256 streams, against all of it at once
-through `LLM.generate` (without a GPU a small share of it, through a small model).
+compares Stream with the same requests in one process, in turns. `--trace mixed` does so once, with
+the mixed trace through 256 streams, against all of it at once through `LLM.generate` (without a GPU
+a small share of it, through a small model).
 """
 
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -24,13 +23,13 @@ from bench_processes import figures_of, gpu_name, model_folder
 from model_shapes import QWEN3_4B, SMALL_QWEN3
 from serve_checks import run_checks
 from serve_load import WORKLOADS, FixedWork, Run, Workload, run_closed, run_poisson, sender
-from serve_processes import TINY_VOCAB_SIZE, in_process_figures, running_server
+from serve_processes import running_server
+from serve_rounds import REQUIRED_SHARE, compare
 from traces import Trace, mixed_trace
 
 from jaxpaged.client import AsyncClient
 
 ENGINE_ROWS = Path(__file__).with_name("engine_rows.py")
-REQUIRED_SHARE = 0.85  # of in-process speed
 
 
 def main() -> int:
@@ -58,7 +57,7 @@ def main() -> int:
     if options.trace:
         figures, is_kept = mixed()
     elif options.quick or options.check:
-        figures, is_kept = quick(options) if options.quick else run_checks()
+        figures, is_kept = compare(options.concurrency) if options.quick else run_checks()
     elif options.address is None:
         parser.error("ADDRESS, --quick, --trace or --check is needed")
     else:
@@ -84,23 +83,6 @@ async def measure(address: str, options: argparse.Namespace) -> Run:
         if options.rate is not None:
             return await run_poisson(send, work, options.requests, options.rate)
         return await run_closed(send, work, options.requests, options.concurrency)
-
-
-def quick(options: argparse.Namespace) -> tuple[dict[str, float], bool]:
-    """Stream's share of the speed that the same engine has without a server."""
-    work = Workload(
-        options.workload, options.prompt_tokens, options.max_tokens, TINY_VOCAB_SIZE, options.seed
-    )
-    arguments = (work, options.requests, options.concurrency)
-    # The machine's speed drifts: the baseline is taken before and after.
-    before = in_process_figures(*arguments)
-    with running_server(max_num_seqs=options.concurrency) as server:
-        figures = asyncio.run(measure(server.address, options)).figures()
-    after = in_process_figures(*arguments)
-    alone = statistics.mean([before["tokens_per_s"], after["tokens_per_s"]])
-    figures["in_process_tokens_per_s"] = alone
-    figures["stream_share_of_in_process"] = figures["tokens_per_s"] / alone
-    return figures, figures["stream_share_of_in_process"] >= REQUIRED_SHARE
 
 
 def mixed() -> tuple[dict[str, float], bool]:

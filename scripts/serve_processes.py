@@ -82,38 +82,71 @@ def running_server(
             process.wait(timeout=60)
 
 
-def in_process_figures(work: Workload, num_requests: int, concurrency: int) -> dict[str, float]:
-    """What the same requests cost through `AsyncLLM`, in a process of its own."""
-    arguments = {"work": asdict(work), "num_requests": num_requests, "concurrency": concurrency}
+class InProcess:
+    """`AsyncLLM` with an engine in a thread, in a process that waits between two runs.
+
+    Attributes:
+      process_id: of that process.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process_id = process.pid
+        self._process = process
+
+    def run(self, work: Workload, num_requests: int, concurrency: int) -> dict[str, float]:
+        """What `run_closed` saw there."""
+        arguments = {"work": asdict(work), "num_requests": num_requests, "concurrency": concurrency}
+        return self.ask(arguments)
+
+    def ask(self, arguments: dict[str, Any]) -> dict[str, float]:
+        """Sends a line, and waits for the next that is an answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"the process ended with code {self._process.wait()}")
+
+
+@contextmanager
+def running_in_process(*, max_num_seqs: int) -> Generator[InProcess]:
+    """The tiny model in a process of its own, without a server; it ends with its input."""
     with tiny_model() as folder:
-        output = subprocess.run(
-            [sys.executable, __file__, json.dumps(arguments | {"model": folder})],
+        process = subprocess.Popen(
+            [sys.executable, __file__],
             env=_environment(),
-            check=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-        ).stdout
-    return json.loads(output.splitlines()[-1])
+        )
+        with process:
+            in_process = InProcess(process)
+            in_process.ask({"model": folder, "max_num_seqs": max_num_seqs})
+            yield in_process
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
 
 
-async def _run_in_process(model: str, work: dict, num_requests: int, concurrency: int) -> None:
+async def _run_in_process() -> None:
+    """The other end of `InProcess`: first the engine's options, then a line a run."""
     from jaxpaged.async_llm import AsyncLLM
 
-    llm = AsyncLLM(model, max_num_seqs=concurrency, **_ENGINE)
+    llm = AsyncLLM(**json.loads(sys.stdin.readline()), **_ENGINE)
+    print("{}", flush=True)
 
     async def send(request_id: str, prompt: list[int], max_tokens: int) -> Seen:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         return await watch(llm.stream_events(prompt, params, request_id=request_id))
 
-    await run_closed(send, Workload(**work), 8, 8)
-    run = await run_closed(send, Workload(**work), num_requests, concurrency)
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        run = await run_closed(send, Workload(**arguments.pop("work")), **arguments)
+        print(json.dumps(run.figures()), flush=True)
     llm.close()
-    print(json.dumps(run.figures()))
 
 
 if __name__ == "__main__":
-    asyncio.run(_run_in_process(**json.loads(sys.argv[1])))
+    asyncio.run(_run_in_process())

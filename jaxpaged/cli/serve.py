@@ -33,7 +33,7 @@ _SERVER_HELP = {
     "raise it where steps are slow (a CPU)",
     "max_pending_tokens": "tokens that the reader of a stream may be behind",
     "max_messages_per_s": "messages that all streams together get; beyond that, a message carries "
-    "several tokens, so that many streams do not slow the engine down; default: 500 a core, 300 "
+    "several tokens, so that many streams do not slow the engine down; default: 500 a core, 200 "
     "where the model runs on a CPU",
     "tls_cert": "PEM file with the server's certificate chain",
     "tls_key": "PEM file with its key",

@@ -14,7 +14,7 @@ class ServerConfig:
       stall_timeout_s: a step that lasts longer counts as stuck, and health says so.
       max_pending_tokens: tokens that a stream's reader may be behind.
       max_messages_per_s: deltas that all streams together get; beyond that, tokens are merged.
-        None: 500 a CPU core, 300 where the model runs on them, too, and at most 8000.
+        None: 500 a CPU core, 200 where the model runs on them, too, and at most 8000.
       tls_cert, tls_key: PEM files; both or neither.
       tls_client_ca: PEM file; clients must then show a certificate that it has signed.
       token_file: bearer tokens, one a line.

@@ -44,7 +44,7 @@ _REFLECTION_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 _CLOSE_GRACE_S = 1.0
 EXIT_ENGINE_LOST = 70
 # A message takes a core for 0.1 to 0.2 ms. On a CPU steps want all cores, and wait for each other.
-_MESSAGES_PER_S_AND_CORE, _MESSAGES_BESIDE_STEPS, _MAX_MESSAGES_PER_S = 500, 300, 8000
+_MESSAGES_PER_S_AND_CORE, _MESSAGES_BESIDE_STEPS, _MAX_MESSAGES_PER_S = 500, 200, 8000
 
 
 class Server:
