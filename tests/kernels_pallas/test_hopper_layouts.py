@@ -1,9 +1,11 @@
-"""Buffers whose layout Mosaic chooses are stored whole.
+"""What the interpreter cannot show, for it has no layouts and no warps: the programs do.
 
-Mosaic GPU's warpgroup lowering gives shared memory without transforms a layout of its own, swizzled
-perhaps, and does not heed it where a value goes to some of the columns alone (JAX 0.11.2, seen on
-an H200: keys of head_dim 128 were scrambled). The interpreter has no layouts, so that no result
-shows this; the programs do.
+Buffers whose layout Mosaic chooses are stored whole. Its warpgroup lowering gives shared memory
+without transforms a layout of its own, swizzled perhaps, and does not heed it where a value goes to
+some of the columns alone (JAX 0.11.2, seen on an H200: keys of head_dim 128 were scrambled).
+
+One warpgroup of a program at most reduces across its warps: for that Mosaic has memory which all
+warpgroups share (JAX 0.11.2, seen on an H200: two of them took each other's maxima).
 """
 
 from collections.abc import Iterator
@@ -46,7 +48,7 @@ def warpgroup_kernels(jaxpr: Any) -> list[Any]:
 
 def stores(kernel: Any) -> list[Any]:
     """To shared memory."""
-    found = equations(kernel, frozenset({"swap"}))
+    found = equations(kernel, frozenset({"swap", "store"}))
     return [store for store in found if "<smem>" in str(store.invars[0].aval)]
 
 
@@ -59,9 +61,27 @@ def stores_of_some_columns(jaxpr: Any) -> list[str]:
             transforms = jax.tree.unflatten(store.params["tree"], leaves)
             if not transforms or any("Unswizzle" in type(t).__name__ for t in transforms):
                 continue
-            last = transforms[-1].indices[-1]
+            indices = [t.indices for t in transforms if hasattr(t, "indices")]
+            if not indices:  # turned around at most
+                continue
+            last = indices[-1][-1]
             if not isinstance(last, pl.Slice) or last.size < ref.aval.shape[-1]:
                 found.append(f"{ref.aval} at {last}")
+    return found
+
+
+def kernels_that_mix_maxima(jaxpr: Any) -> list[str]:
+    """Kernels with more than a loading and one other warpgroup, that reduce across warps.
+
+    A warp has some of the rows of every matrix, in all layouts that the matrix unit makes.
+    """
+    found = []
+    for kernel in warpgroup_kernels(jaxpr):
+        (mesh,) = kernel.eqns[0].params["meshes"]
+        reductions = equations(kernel, frozenset({"reduce_max", "reduce_sum", "reduce_min"}))
+        axes = [r.params["axes"] for r in reductions if r.invars[0].aval.ndim == 2]
+        if (mesh.num_threads or 1) > 2 and any(0 in reduced for reduced in axes):
+            found.append(f"{mesh.num_threads} warpgroups reduce {axes}")
     return found
 
 
@@ -108,12 +128,13 @@ def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("num_tokens", [8, 96])
-def test_no_kernel_stores_some_columns_where_mosaic_chooses_layouts(head_dim, num_tokens):
+def test_no_kernel_does_what_mosaic_gets_wrong(head_dim, num_tokens):
     jaxpr = step_jaxpr(head_dim, num_tokens)
     num_stores = [len(stores(kernel)) for kernel in warpgroup_kernels(jaxpr)]
     # Decode and combine, of which the latter has no shared memory, and prefill.
     assert sum(n > 0 for n in num_stores) == (1 if num_tokens == 8 else 2), num_stores
     assert stores_of_some_columns(jaxpr) == []
+    assert kernels_that_mix_maxima(jaxpr) == []
 
 
 @pytest.mark.parametrize("columns", [pl.ds(64, 64), 3])
@@ -135,3 +156,20 @@ def test_such_a_store_is_found(semantics, columns):
     jaxpr = jax.make_jaxpr(kernel)(jnp.zeros((64, 64), jnp.bfloat16)).jaxpr
     num_found = 1 if semantics is plgpu.LoweringSemantics.Warpgroup else 0
     assert len(stores_of_some_columns(jaxpr)) == num_found
+
+
+@pytest.mark.parametrize(("num_warpgroups", "axis"), [(3, 0), (3, 1), (2, 0)])
+def test_such_a_reduction_is_found(num_warpgroups, axis):
+    def program(in_ref, out_ref):
+        values = plgpu.load(in_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        out_ref[...] = values.max(axis=axis)
+
+    kernel = plgpu.kernel(
+        program,
+        out_type=jax.ShapeDtypeStruct((64,), jnp.float32),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+    )
+    jaxpr = jax.make_jaxpr(kernel)(jnp.zeros((64, 64), jnp.float32)).jaxpr
+    is_mixed = num_warpgroups == 3 and axis == 0
+    assert len(kernels_that_mix_maxima(jaxpr)) == is_mixed
