@@ -44,57 +44,66 @@ def to_hf_config(
       rope_factors: the tensor rope_freqs.weight, f32[head_dim / 2], if there is one.
 
     Raises:
-      CheckpointError: the metadata lacks a key.
+      CheckpointError: the metadata lacks a key, or a value is none that it can be.
       UnsupportedOptionError: another architecture or kind of RoPE.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in MODEL_TYPES:
+    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
         raise UnsupportedOptionError(
             "model",
             f"GGUF architecture {architecture!r} is not supported, only {sorted(MODEL_TYPES)}",
         )
 
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"the GGUF file lacks the metadata {architecture}.{key}")
-        return value
+    def size(key: str, default: int | None = None) -> int:
+        return _positive(metadata, f"{architecture}.{key}", int, default)
 
-    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
-    for key, value in (("embedding_length", hidden_size), ("attention.head_count", num_heads)):
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{architecture}.{key}={value!r:.80} must be a positive integer")
-    head_dim = get("attention.key_length", hidden_size // num_heads)
+    def number(key: str, default: float | None = None) -> float:
+        return _decimal(_positive(metadata, f"{architecture}.{key}", float, default))
+
+    hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", hidden_size // num_heads)
     config = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": MODEL_TYPES[architecture],
         "hidden_size": hidden_size,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "num_key_value_heads": size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": size("rope.dimension_count", head_dim) / head_dim,
         "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
-        "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(get("rope.freq_base", 10000.0)),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, architecture, rope_factors),
         "vocab_size": shapes["token_embd.weight"][0],
-        "max_position_embeddings": get("context_length"),
+        "max_position_embeddings": size("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": _token_id(metadata, "bos_token_id"),
         "eos_token_id": _eos_token_ids(metadata),
-        "torch_dtype": _DTYPES.get(metadata.get("general.file_type", 0), "bfloat16"),
+        "torch_dtype": _DTYPES.get(_file_type(metadata), "bfloat16"),
     }
     for key, name in _MATHS_OPTIONS.items():
         if f"{architecture}.{key}" in metadata:
             config[name] = metadata[f"{architecture}.{key}"]
     if architecture == "gemma3":
-        config["sliding_window"] = get("attention.sliding_window")
+        config["sliding_window"] = size("attention.sliding_window")
         config["query_pre_attn_scalar"] = config["head_dim"]
     return config
+
+
+def _positive(metadata: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """A value above 0 of this type; where it is a float, an integer will do."""
+    value = metadata.get(name, default)
+    if value is None:
+        raise CheckpointError(f"the GGUF file lacks the metadata {name}")
+    kinds = (int, float) if kind is float else (int,)
+    if type(value) not in kinds or not 0 < value < math.inf:
+        wanted = "a positive number" if kind is float else "a positive integer"
+        raise CheckpointError(f"{name}={value!r:.80} must be {wanted}")
+    return value
 
 
 def _decimal(value: float) -> float:
@@ -102,9 +111,22 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def _file_type(metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.file_type", 0)
+    if type(value) is not int:
+        raise CheckpointError(f"general.file_type={value!r:.80} must be an integer")
+    return value
+
+
+def _token_id(metadata: Mapping[str, Any], key: str) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and type(value) is not int:
+        raise CheckpointError(f"tokenizer.ggml.{key}={value!r:.80} must be an integer")
+    return value
+
+
 def _eos_token_ids(metadata: Mapping[str, Any]) -> int | list[int] | None:
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    ids = [_token_id(metadata, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     ids = list(dict.fromkeys(i for i in ids if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
 
@@ -113,13 +135,14 @@ def _rope_scaling(
     metadata: Mapping[str, Any], architecture: str, rope_factors: np.ndarray | None
 ) -> dict[str, Any] | None:
     if rope_factors is not None:
-        theta = metadata.get(f"{architecture}.rope.freq_base", 10000.0)
+        theta = _positive(metadata, f"{architecture}.rope.freq_base", float, 10000.0)
         return _llama3_scaling(np.asarray(rope_factors, np.float64), theta)
     prefix = f"{architecture}.rope.scaling."
     kind = metadata.get(prefix + "type", "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": _decimal(metadata.get(prefix + "factor", 1.0))}
+    factor = _decimal(_positive(metadata, prefix + "factor", float, 1.0))
+    scaling = {"rope_type": kind, "factor": factor}
     original = metadata.get(prefix + "original_context_length")
     return scaling if original is None else scaling | {"original_max_position_embeddings": original}
 

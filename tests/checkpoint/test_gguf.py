@@ -1,5 +1,7 @@
 """GGUF files: names, order of rows, dequantising, config, and broken files."""
 
+import math
+import re
 from pathlib import Path
 
 import gguf
@@ -179,12 +181,39 @@ def test_what_would_change_the_maths_is_refused_by_name(tmp_path: Path, metadata
         ModelConfig.from_hf(with_metadata(file, **metadata).config)
 
 
-@pytest.mark.parametrize("num_heads", [0, -4, "four", [4, 4]])
-def test_a_number_of_heads_that_is_none_is_named(tmp_path: Path, num_heads):
-    with pytest.raises(
-        CheckpointError, match=r"llama\.attention\.head_count=.* must be a positive"
-    ):
-        with_metadata(write_gguf(tmp_path / "m.gguf"), attention__head_count=num_heads)
+SIZES = [
+    "embedding_length",
+    "feed_forward_length",
+    "block_count",
+    "context_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.dimension_count",
+]
+NUMBERS = ["attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"]
+
+
+@pytest.mark.parametrize(
+    "value", [0, -4, "four", [4, 4], True, float("nan"), float("inf")], ids=str
+)
+@pytest.mark.parametrize("key", SIZES + NUMBERS)
+def test_a_size_that_is_none_is_named(tmp_path: Path, key: str, value):
+    metadata = {"rope__scaling__type": "linear", key.replace(".", "__"): value}
+    kind = "integer" if key in SIZES else "number"
+    line = rf"llama\.{re.escape(key)}=.* must be a positive {kind}"
+    with pytest.raises(CheckpointError, match=line):
+        with_metadata(write_gguf(tmp_path / "m.gguf"), **metadata)
+
+
+@pytest.mark.parametrize("value", ["four", [4, 4], 1.5, {}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["general.file_type", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eot_token_id"]
+)
+def test_a_number_that_is_none_is_named(tmp_path: Path, name: str, value):
+    metadata = GgufCheckpoint(write_gguf(tmp_path / "m.gguf"), "m").metadata
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}=.* must be an integer"):
+        to_hf_config(metadata | {name: value}, {"token_embd.weight": (16, 64)}, None)
 
 
 def test_metadata_that_is_no_text_is_one_clear_line(tmp_path: Path):
