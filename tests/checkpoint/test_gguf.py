@@ -1,6 +1,5 @@
 """GGUF files: names, order of rows, dequantising, config, and broken files."""
 
-import math
 import re
 from pathlib import Path
 
