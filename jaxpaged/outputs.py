@@ -249,7 +249,7 @@ class EngineStats:
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
-    step_s: float = 0.0  # spent in steps; in the metrics only, not on the wire
+    step_s: float | None = None  # spent in steps; None: not known, for it is not on the wire
 
     @property
     def waste(self) -> float:

@@ -23,7 +23,7 @@ _ENGINE_HELP = {
     "enable_prefix_caching": "reuse blocks of earlier prompts that begin alike",
     "load_format": "auto, or random: seeded random weights from config.json alone",
     "generation_config": "auto: sampling defaults come from the model; none: from jaxpaged",
-    "attention_impl": "attention implementation; default: the platform's own",
+    "attention_impl": "attention: xla, hopper, tpu or reference; default: the platform's own",
     "tensor_parallel": "devices that share each layer",
     "scheduling": "order of waiting requests",
     "overlap": "schedule a step before the tokens of the one before are read",

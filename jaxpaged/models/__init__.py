@@ -1,4 +1,4 @@
-"""Models as Flax NNX modules, one file a family; `family_of` finds a family's file."""
+"""Models as Flax NNX modules: the Llama family, and a file for each that differs (`family_of`)."""
 
 import importlib
 from typing import TYPE_CHECKING, Protocol, cast

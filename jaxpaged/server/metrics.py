@@ -151,7 +151,7 @@ def _metrics_of(stats: EngineStats) -> Iterator[Metric]:
         ("prompt_tokens", "Of the requests that started.", stats.prompt_tokens),
         ("generation_tokens", "Drawn.", stats.completion_tokens),
         ("steps", "Of the engine.", stats.steps),
-        ("step_seconds", "Spent in steps.", stats.step_s),
+        ("step_seconds", "Spent in steps.", stats.step_s or 0.0),
         ("compiles_after_warmup", "Must stay 0.", stats.compiles_after_warmup),
     ):
         yield CounterMetricFamily(f"jaxpaged_{name}", text, value=value)
