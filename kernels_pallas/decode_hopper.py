@@ -1,10 +1,10 @@
 """Paged decode attention for Hopper GPUs (compute capability 9.0), Pallas Mosaic GPU.
 
 A persistent kernel: two programs a multiprocessor (one where rows are few or heads wide), each a
-worker (see `decode_plan`), which is a pair of warpgroups. The loader walks the worker's stretch of KV tiles and keeps a ring of them in
-flight, one TMA box a block and head, found through the block table; the attender walks the same
-stretch with an online softmax. The ring runs on across segments, so that the loads of the next
-(row, head) are under way while this one ends.
+worker (see `decode_plan`), which is a pair of warpgroups. The loader walks the worker's stretch of
+KV tiles and keeps a ring of them in flight, one TMA box a block and head, found through the block
+table; the attender walks the same stretch with an online softmax. The ring runs on across segments,
+so that the loads of the next (row, head) are under way while this one ends.
 
 Scores are kept in base 2. A segment that covers its whole unit writes the output; a partial one
 writes its normalised result, as the sum of two values of the input's type (exact to twice its
