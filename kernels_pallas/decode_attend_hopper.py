@@ -108,8 +108,7 @@ def attend(
         def _write():
             factor = 1.0 / jnp.maximum(l, SMALL)
             if shape.has_sinks:
-                sinks_ref = refs.sinks_ref.at[head, pl.ds(0, queries)]
-                sink = plgpu.load(sinks_ref, layout=by_query, optimized=False)
+                sink = plgpu.load(refs.sinks_ref.at[head], layout=by_query, optimized=False)
                 m_new = jnp.maximum(m, sink)
                 decay = jnp.exp2(m - m_new)
                 factor = decay / (l * decay + jnp.exp2(sink - m_new))

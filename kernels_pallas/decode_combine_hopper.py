@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kernels_pallas.decode_parts_hopper import DecodeShape
 from kernels_pallas.decode_plan import DecodePlan, RowColumn, WorkerColumn
-from kernels_pallas.hopper_parts import LOG2E, MMA_ROWS, NEVER, WARPGROUP, interpreted_options
+from kernels_pallas.hopper_parts import LOG2E, NEVER, WARPGROUP, interpreted_options
 
 COMBINED_AT_ONCE = 8  # partial results
 
@@ -47,7 +47,7 @@ def _combine_unit(
     workers_ref,  # i32[num_workers, 8] GMEM
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), padded_group] GMEM
-    sinks_ref,  # f32[kv heads, MMA_ROWS] GMEM
+    sinks_ref,  # f32[kv heads, padded_group] GMEM
     out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
     *,
     shape: DecodeShape,
@@ -126,8 +126,8 @@ def _combine_unit(
 
 
 def sink_rows(sinks: Array | None, shape: DecodeShape) -> Array:
-    """Sinks as rows of the MMA tile, in base 2; without any, scores that no softmax notices."""
-    rows = jnp.full((shape.num_kv_heads, MMA_ROWS), NEVER, jnp.float32)
+    """Sinks by KV head, in base 2; without any, scores that no softmax notices."""
+    rows = jnp.full((shape.num_kv_heads, shape.padded_group), NEVER, jnp.float32)
     if sinks is None:
         return rows
     return rows.at[:, : shape.group].set(sinks.reshape(shape.num_kv_heads, -1) * LOG2E)

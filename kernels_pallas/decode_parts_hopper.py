@@ -34,7 +34,7 @@ class DecodeRefs:
     first_row_ref: Any  # i32[1] GMEM
     rows_ref: Any  # i32[num_rows, 4] GMEM
     workers_ref: Any  # i32[num_workers, 8] GMEM
-    sinks_ref: Any  # f32[kv heads, MMA_ROWS] GMEM
+    sinks_ref: Any  # f32[kv heads, padded_group] GMEM
 
     out_ref: Any  # [num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref: Any  # [places, 2, padded_group, head_dim] GMEM
