@@ -22,10 +22,9 @@ import llguidance
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.front_checks import check_constraint
 from jaxpaged.grammar.vocabulary import Vocabulary
-from jaxpaged.sampling_params import Constraint
+from jaxpaged.sampling_params import MAX_CHOICE_BYTES, Constraint
 
 MAX_SCHEMA_BYTES = 65536
-MAX_CHOICE_BYTES = 65536
 MAX_GRAMMAR_BYTES = 16384
 MAX_REGEX_BYTES = 4096
 _MAX_LINE = 160
