@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxpaged.errors import InvalidFieldError, UnsupportedOptionError
 from jaxpaged.front_checks import check_chat, check_constraint
@@ -45,7 +43,6 @@ _REPEATED_FIELDS = {
     "stop": "stop",
     "stop_token_ids": "stop",
 }
-_MESSAGE_PACKAGE = "jaxpaged.v1"
 
 
 # --- requests, read by the server --------------------------------------------------------------
@@ -118,23 +115,6 @@ def _plain_value(value: Value) -> Any:
         return [_plain_value(item) for item in content.values]
     # A Struct has only doubles, but templates count with integers.
     return int(content) if isinstance(content, float) and content.is_integer() else content
-
-
-def refuse_unknown_fields(message: Message) -> None:
-    """A field from a newer contract asks for something that this build would drop.
-
-    Raises:
-      UnsupportedOptionError: `message`, or a message inside, has a field unknown here.
-    """
-    for unknown in UnknownFieldSet(message):
-        name = f"{message.DESCRIPTOR.name}.{unknown.field_number}"
-        raise UnsupportedOptionError(name, f"field number {name} is not known to this build")
-    for field, value in message.ListFields():
-        inner = field.message_type
-        if inner is None or inner.file.package != _MESSAGE_PACKAGE or isinstance(value, Mapping):
-            continue
-        for item in [value] if isinstance(value, Message) else value:
-            refuse_unknown_fields(item)
 
 
 # --- requests, written by the client -----------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
+MAX_CHOICE_BYTES = 65536  # of all choices of a constraint
 MAX_LOGPROBS = 20
 
 

@@ -22,10 +22,9 @@ import llguidance
 from jaxpaged.errors import InvalidFieldError
 from jaxpaged.front_checks import check_constraint
 from jaxpaged.grammar.vocabulary import Vocabulary
-from jaxpaged.sampling_params import Constraint
+from jaxpaged.sampling_params import MAX_CHOICE_BYTES, Constraint
 
 MAX_SCHEMA_BYTES = 65536
-MAX_CHOICE_BYTES = 65536
 MAX_GRAMMAR_BYTES = 16384
 MAX_REGEX_BYTES = 4096
 _MAX_LINE = 160
@@ -37,13 +36,17 @@ _FUEL = 1_000_000
 _FUEL_OF_INTERSECTIONS = 10_000
 _INTERSECTION_MARKS = ("&", "~")
 
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# From the name's own line: \s* there would try every run of blank lines from each of its lines.
+_GBNF_RULE = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
 
 # All ways to read a text so far; some grammars have more of them with every token.
 _MAX_ITEMS_A_STEP = 2000
 
 # An automaton that divides by n has n states, and one for several divisors has their product.
 MAX_DIVISORS = 20_000
+# A power of ten is computed in one piece, without the other threads; JSON's doubles end at 1e308.
+MAX_DIVISOR_CHARACTERS = 32
+MAX_DIVISOR_EXPONENT = 308
 _DIVISOR = re.compile(r'"multipleOf"\s*:\s*([-+.\deE]+)')
 _ESCAPE = re.compile(r"\\u([\da-fA-F]{4})")
 
@@ -103,15 +106,34 @@ def _check_divisors(name: str, body: Mapping[str, Any]) -> None:
     text = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
     product = 1
     for number in _DIVISOR.findall(text):
-        try:
-            product *= max(1, abs(Fraction(number).numerator))
-        except ValueError:
-            continue  # no number: llguidance says so
+        product *= _numerator(name, number)
         if product > MAX_DIVISORS:
             raise _invalid(
                 name,
                 f"has multipleOf={number}: all of them multiplied must be at most {MAX_DIVISORS}",
             )
+
+
+def _numerator(name: str, number: str) -> int:
+    """The divisor's numerator; 1 where `number` is none, which llguidance refuses."""
+    if len(number) > MAX_DIVISOR_CHARACTERS:
+        raise _invalid(
+            name,
+            f"has multipleOf={number[:16]}... of {len(number)} characters: "
+            f"at most {MAX_DIVISOR_CHARACTERS} are allowed",
+        )
+    try:
+        exponent = int(number.lower().partition("e")[2] or 0)
+        value = Fraction(number) if abs(exponent) <= MAX_DIVISOR_EXPONENT else None
+    except ValueError:
+        return 1
+    if value is None:
+        raise _invalid(
+            name,
+            f"has multipleOf={number}: its exponent must be at most {MAX_DIVISOR_EXPONENT}, "
+            f"with either sign",
+        )
+    return max(1, abs(value.numerator))
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:

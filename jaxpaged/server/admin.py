@@ -13,6 +13,7 @@ from jaxpaged.v1 import admin_pb2
 
 _DEFAULT_INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.01
+_MAX_ABORT_IDS = 65536
 
 
 class AdminService:
@@ -23,6 +24,11 @@ class AdminService:
         self._default_drain_s = default_drain_s
 
     async def Abort(self, request: admin_pb2.AbortRequest, call: Call) -> admin_pb2.AbortResponse:
+        if len(request.request_ids) > _MAX_ABORT_IDS:
+            raise InvalidFieldError(
+                "request_ids",
+                f"{len(request.request_ids)} request_ids: at most {_MAX_ABORT_IDS} at once",
+            )
         aborted = await self._state.get().abort(list(request.request_ids))
         return admin_pb2.AbortResponse(aborted_request_ids=aborted)
 

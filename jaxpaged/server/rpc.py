@@ -13,15 +13,15 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from jaxpaged.convert import refuse_unknown_fields
-from jaxpaged.errors import InvalidFieldError
 from jaxpaged.server import grpc_errors
+from jaxpaged.server.parsing import Refused, parse_request
 from jaxpaged.validation import check_request_id
 
 _logger = logging.getLogger(__name__)
@@ -65,13 +65,6 @@ class Call:
         return "-"
 
 
-@dataclass(frozen=True, slots=True)
-class _Unparsed:
-    """Bytes that are no message. Raising while gRPC parses would end the call as UNKNOWN."""
-
-    message: str
-
-
 UnaryMethod = Callable[[Message, Call], Awaitable[Message]]
 StreamMethod = Callable[[Message, Call], AsyncGenerator[Message]]
 
@@ -86,7 +79,7 @@ def service_handler(
     """
     handlers = {}
     for method in service.methods:
-        parse = _parser(GetMessageClass(method.input_type))
+        parse = partial(parse_request, GetMessageClass(method.input_type))
         function = getattr(servicer, method.name)
         if method.server_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
@@ -99,31 +92,19 @@ def service_handler(
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _parser(message_class: type[Message]) -> Callable[[bytes], Message | _Unparsed]:
-    def parse(data: bytes) -> Message | _Unparsed:
-        try:
-            return message_class.FromString(data)
-        except DecodeError:
-            name = message_class.DESCRIPTOR.full_name
-            return _Unparsed(f"the request's {len(data)} bytes are not a {name}")
-
-    return parse
-
-
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _checked(request: Message | _Unparsed) -> Message:
-    if isinstance(request, _Unparsed):
-        raise InvalidFieldError("request", request.message)
-    refuse_unknown_fields(request)
+def _checked(request: Message | Refused) -> Message:
+    if isinstance(request, Refused):
+        raise request.error
     return request
 
 
 def _unary(method: UnaryMethod, name: str, on_failed: OnFailed) -> Callable:
     async def answer(
-        request: Message | _Unparsed, context: grpc.aio.ServicerContext
+        request: Message | Refused, context: grpc.aio.ServicerContext
     ) -> Message | None:
         call = Call(context, name, on_failed)
         try:
@@ -140,7 +121,7 @@ def _unary(method: UnaryMethod, name: str, on_failed: OnFailed) -> Callable:
 
 
 def _stream(method: StreamMethod, name: str, on_failed: OnFailed) -> Callable:
-    async def answer(request: Message | _Unparsed, context: grpc.aio.ServicerContext) -> None:
+    async def answer(request: Message | Refused, context: grpc.aio.ServicerContext) -> None:
         call = Call(context, name, on_failed)
         try:
             # Written here rather than yielded to gRPC, which would leave the generator of a

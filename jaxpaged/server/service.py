@@ -1,6 +1,7 @@
 """InferenceService: each RPC is one call of the front."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _MIN_HEARTBEAT_S = 0.01
+_LARGE_BYTES = 2**18
 _REQUEST_ID_KEY = "jaxpaged-request-id"
 
 
@@ -44,9 +46,11 @@ class InferenceService:
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         llm = self._admit(request, call)
+        prompt = await _read(prompt_from_proto, request)
+        params = await _read(params_from_proto, request)
         output = await llm.generate(
-            prompt_from_proto(request),
-            params_from_proto(request),
+            prompt,
+            params,
             request_id=call.request_id,
             return_text=wants(request.output, "text"),
             queue_timeout_s=_seconds(request, "queue_timeout"),
@@ -59,9 +63,10 @@ class InferenceService:
     ) -> AsyncGenerator[pb.StreamResponse]:
         source = request.request
         llm = self._admit(source, call)
-        params = params_from_proto(source)
+        prompt = await _read(prompt_from_proto, source)
+        params = await _read(params_from_proto, source)
         events = llm.stream_events(
-            prompt_from_proto(source),
+            prompt,
             params,
             request_id=call.request_id,
             queue_timeout_s=_seconds(source, "queue_timeout"),
@@ -88,9 +93,8 @@ class InferenceService:
         add_special_tokens = (
             request.add_special_tokens if request.HasField("add_special_tokens") else True
         )
-        token_ids = await llm.tokenize(
-            prompt_from_proto(request), add_special_tokens=add_special_tokens
-        )
+        prompt = await _read(prompt_from_proto, request)
+        token_ids = await llm.tokenize(prompt, add_special_tokens=add_special_tokens)
         return pb.TokenizeResponse(
             token_ids=token_ids, token_bytes=[tokenizer.token_bytes(id_) for id_ in token_ids]
         )
@@ -153,6 +157,13 @@ class InferenceService:
         if model not in ("", llm.info.model):
             raise ModelNotFoundError(f"{model=} is not loaded; this server has {llm.info.model!r}")
         return llm
+
+
+async def _read[M: Message, T](convert: Callable[[M], T], message: M) -> T:
+    """`convert(message)`; in a thread when it is large, for the event loop has other calls."""
+    if message.ByteSize() <= _LARGE_BYTES:
+        return convert(message)
+    return await asyncio.to_thread(convert, message)
 
 
 def _seconds(message: Message, name: str, minimum: float = 0.0) -> float | None:

@@ -6,7 +6,7 @@ import pytest
 from helpers.byte_tokenizer import EOS, ByteTokenizer
 
 from jaxpaged.errors import InvalidFieldError
-from jaxpaged.grammar import Matcher, Vocabulary, grammar_of
+from jaxpaged.grammar import Matcher, Vocabulary, compiler, grammar_of
 from jaxpaged.grammar.compiler import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, MAX_SCHEMA_BYTES
 from jaxpaged.sampling_params import Constraint
 
@@ -38,6 +38,9 @@ def refusal(**constraint) -> InvalidFieldError:
 
 # More keys than a step of the parser may look at.
 WIDE_SCHEMA = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
+
+
+DIVISOR = 'start: %%json {"type":"number","multipleOf":%s}'
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,20 @@ def test_exactly_one_field(constraint: dict, message: str):
         ("json_schema", {"allOf": [{"multipleOf": 257}] * 2}, "multipleOf=257: all of them"),
         ("json_schema", WIDE_SCHEMA, "Too many items"),
         ("grammar", 'start: %json {"multiple\\u004ff": 30011}', "multipleOf=30011"),
+        (
+            "grammar",
+            DIVISOR % "1e20000000",
+            "multipleOf=1e20000000: its exponent must be at most 308",
+        ),
+        ("grammar", DIVISOR % "1E-309", "multipleOf=1E-309: its exponent"),
+        ("grammar", DIVISOR % "1e308", "all of them multiplied"),
+        # Python reads 4300 digits at most, so Fraction would not judge these.
+        (
+            "grammar",
+            DIVISOR % ("30011." + "0" * 4400),
+            "multipleOf=30011.0000000000... of 4406 char",
+        ),
+        ("grammar", 'start: "a" // "multipleOf":1e20000000', "its exponent must be at most 308"),
         ("grammar", "", "no start"),
         ("grammar", "start: foo", 'unknown name: "foo"'),
         ("grammar", "start: <|foo|>", 'unknown special token: "<|foo|>"'),
@@ -94,6 +111,23 @@ def test_gbnf_is_told_from_other_mistakes():
     assert "give Lark's notation" in str(refusal(grammar='root ::= "a" | "b"'))
     assert "give Lark's notation" in str(refusal(grammar='# yes\n the-root ::= "a"'))
     assert "Lark" not in str(refusal(grammar='start: "a ::= b" foo'))
+    assert "give Lark's notation" in str(refusal(grammar='\n\n\t root\n\n ::= "a"'))
+
+
+@pytest.mark.timeout(60, method="thread")
+def test_blank_lines_before_a_gbnf_rule_are_read_once():
+    (found,) = compiler._GBNF_RULE.finditer("\n\n\t root ::= a")
+    assert found.start() == 2, "a match from line 0 means that each line reads all after it"
+    assert compiler._GBNF_RULE.search("\n" * 1_000_000) is None
+    assert compiler._GBNF_RULE.search("a\n\r" * 300_000) is None
+
+
+def test_divisors_that_a_double_holds_are_judged_by_their_value():
+    for number in ("1e-7", "0.1", "1.00000000000000000000000000000", "2E+2"):
+        grammar_of(Constraint(grammar=DIVISOR % number), VOCABULARY)
+    with pytest.raises(InvalidFieldError) as caught:
+        grammar_of(Constraint(grammar=DIVISOR % "1e-308"), VOCABULARY)
+    assert "too many digits" in str(caught.value)
 
 
 @pytest.mark.parametrize(
