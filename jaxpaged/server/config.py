@@ -12,7 +12,8 @@ class ServerConfig:
       metrics_port: None = no metrics.
       stop_grace_s: what running requests get to end in when the server drains.
       stall_timeout_s: a step that lasts longer counts as stuck, and health says so.
-      max_pending_tokens: tokens that a stream's reader may be behind.
+      max_pending_tokens: tokens that a stream's reader may leave while it is busy; what the
+        server holds back itself does not count.
       max_messages_per_s: deltas that all streams together get; beyond that, tokens are merged.
         None: 500 a CPU core, 200 where the model runs on them, too, and at most 8000.
       tls_cert, tls_key: PEM files; both or neither.

@@ -92,7 +92,7 @@ class Server:
         """From now on requests go to `llm`, which stays the caller's to close."""
         on_cpu = llm.engine.config.platform == "cpu"
         per_core = _MESSAGES_BESIDE_STEPS if on_cpu else _MESSAGES_PER_S_AND_CORE
-        llm.live.max_wakes_per_s = self._config.max_messages_per_s or min(
+        llm.live.max_messages_per_s = self._config.max_messages_per_s or min(
             _MAX_MESSAGES_PER_S, per_core * (os.cpu_count() or 1)
         )
         self._state.set_loaded(llm)
