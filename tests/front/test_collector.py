@@ -176,9 +176,7 @@ def stream_of(request: EngineRequest, **options) -> tuple[Collector, AsyncIterat
 def test_tokens_that_are_held_back_do_not_put_off_heartbeats(heartbeat_s: float):
     async def run() -> StreamEvent:
         request = make_request("e", [1], max_tokens=10**6)
-        collector, events = stream_of(
-            request, heartbeat_s=heartbeat_s, min_tokens_per_delta=5000
-        )
+        collector, events = stream_of(request, heartbeat_s=heartbeat_s, min_tokens_per_delta=5000)
         assert [type(await anext(events)) for _ in range(2)] == [Accepted, Started]
         collector.on_output(SequenceOutput("e", 0, (65,)))
         assert isinstance(await anext(events), Delta)  # a first token is not held back
