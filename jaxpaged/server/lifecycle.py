@@ -68,6 +68,11 @@ class Server:
         self._metrics_page: MetricsPage | None = None
         self.metrics_port: int | None = None
         users, admins = Tokens(config.token_file), Tokens(config.admin_token_file)
+        if users.overlaps(admins):
+            raise ValueError(
+                "token_file and admin_token_file have a token in common: a user could call "
+                "AdminService with it"
+            )
         interceptor = partial(TokenInterceptor, users=users, on_failed=self._metrics.on_rejected)
         inference = InferenceService(self._state, config)
         self._inference = self._make_server(
