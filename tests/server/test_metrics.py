@@ -111,8 +111,10 @@ def test_an_engine_that_died_holds_nothing():
             assert not any(dead[f"jaxpaged_{name}"] for name in gauges)
             assert dead["jaxpaged_steps_total"] == busy["jaxpaged_steps_total"] > 0
 
-    asyncio.run(asyncio.wait_for(run(), 60))
-    llm.close()
+    try:
+        asyncio.run(asyncio.wait_for(run(), 60))
+    finally:
+        llm.close()
 
 
 def test_without_a_port_there_are_none_and_a_port_in_use_is_one_line(llm: AsyncLLM):

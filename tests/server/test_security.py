@@ -165,7 +165,7 @@ def test_a_client_ca_without_a_certificate_is_refused(
     file = tmp_path / "ca"
     file.write_bytes(content)
     config = ServerConfig(port=0, admin_port=0, tls_client_ca=str(file), **files)
-    with pytest.raises(ValueError, match="tls_client_ca='.*ca' must hold a PEM certificate"):
+    with pytest.raises(ValueError, match=r"tls_client_ca='.*ca' must hold a PEM certificate"):
         server_credentials(config)
     file.write_bytes("# 주석\n".encode() + (certificates / "ca.pem").read_bytes())
     assert server_credentials(config) is not None
