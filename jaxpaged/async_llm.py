@@ -149,9 +149,9 @@ class AsyncLLM:
 
         Args:
           queue_timeout_s: give up when it has not started by then.
-          heartbeat_s: give a Heartbeat when nothing else came for so long; None: never.
+          heartbeat_s: give a Heartbeat when nothing else was given for so long; None: never.
           min_tokens_per_delta: a sequence's first and last delta may have fewer.
-          max_pending_tokens: end the request when its reader has more before it; None: never.
+          max_pending_tokens: end the request when its reader leaves more; None: never.
 
         Raises:
           JaxpagedError: the request was refused, or a step of the engine failed.

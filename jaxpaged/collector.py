@@ -6,7 +6,7 @@ a slow reader costs memory in proportion to the answer, and never a message a to
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from jaxpaged.errors import EngineFailedError, JaxpagedError
 from jaxpaged.logprobs import PositionLogprobs, unpack_logprobs
@@ -50,6 +50,9 @@ class Collector:
         self.is_started = False
         self.max_pending_tokens: int | None = None
         self.is_streamed = False  # its reader wants deltas, not only the end
+        self._was_start_told = False
+        self._is_reader_waiting = False  # it has taken all that was due to it
+        self._min_tokens_per_delta = 1
         self._observer = observer
         # Nothing precedes the first token of a prompt.
         self._prompt_logprobs = [PositionLogprobs(None)]
@@ -100,8 +103,10 @@ class Collector:
         stopped = sequence.add(output)
         if self._observer is not None and sequence.finish_reason is not None:
             self._observer.on_sequence_ended(sequence.finish_reason)
-        if self.is_streamed and not sequence.was_told:
-            self.wake_reader()  # a first token goes at once, others when the front sees fit
+        # A first token goes at once, others when the front sees fit or before they are too many.
+        is_urgent = not sequence.was_told or self._is_filling
+        if self.is_streamed and is_urgent and self._is_due(sequence):
+            self.wake_reader()
         return stopped
 
     def on_ended(self, ended: RequestEnded) -> None:
@@ -123,10 +128,24 @@ class Collector:
         self._changed.set()
 
     @property
+    def num_due_deltas(self) -> int:
+        """How many deltas the reader would take if it were woken now."""
+        return sum(self._is_due(sequence) for sequence in self._sequences)
+
+    @property
     def is_behind(self) -> bool:
-        """Whether the reader has more tokens before it than it may."""
+        """Whether the reader has left more tokens than it may; none where it waits for more."""
         limit = self.max_pending_tokens
-        return limit is not None and sum(len(s.token_ids) for s in self._sequences) > limit
+        return limit is not None and not self._is_reader_waiting and self._num_pending > limit
+
+    @property
+    def _is_filling(self) -> bool:
+        limit = self.max_pending_tokens
+        return limit is not None and 2 * self._num_pending > limit
+
+    @property
+    def _num_pending(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self._sequences)
 
     def _time_tokens(self, sequence: SequenceAnswer, num_tokens: int) -> None:
         if self._first_token_s is None:
@@ -151,26 +170,35 @@ class Collector:
         """
         prompt_token_ids = list(self.request.prompt_token_ids)
         self.is_streamed = True
+        self._min_tokens_per_delta = min_tokens_per_delta
         yield Accepted(self.request_id, prompt_token_ids, self.request.params.seed)
-        told_started = False
+        loop = asyncio.get_running_loop()
+        told_s = loop.time()
         while True:
-            if not await self._wait_for_change(heartbeat_s):
+            heartbeat_at = None if heartbeat_s is None else told_s + heartbeat_s
+            if not await self._wait_for_change(heartbeat_at):
                 yield Heartbeat(queue_position())
+                told_s = loop.time()
                 continue
             self._raise_error()
-            if self.is_started and not told_started:
-                told_started = True
-                yield Started(self._num_cached_tokens)
-            # More of them, and the end, may come while the reader takes some.
-            while self.is_started and self._has_new_prompt_logprobs:
-                yield self._take_prompt_logprobs()
-            for sequence in self._sequences:
-                if self._is_due(sequence, min_tokens_per_delta):
-                    yield sequence.take_delta()
+            for event in self._due_events():
+                yield event
+                told_s = loop.time()
             if self._ended is not None and not any(s.is_new for s in self._sequences):
                 self._raise_error()
                 yield Finished(self._usage(self._ended), self._timing())
                 return
+
+    def _due_events(self) -> Iterator[StreamEvent]:
+        """What the reader can take now; more of it, and the end, may come while it takes some."""
+        if self.is_started and not self._was_start_told:
+            self._was_start_told = True
+            yield Started(self._num_cached_tokens)
+        while self.is_started and self._has_new_prompt_logprobs:
+            yield self._take_prompt_logprobs()
+        for sequence in self._sequences:
+            if self._is_due(sequence):
+                yield sequence.take_delta()
 
     async def answer(self) -> RequestOutput:
         """The whole answer, once all sequences have ended.
@@ -192,25 +220,28 @@ class Collector:
             block_saving=self._ended.block_saving,
         )
 
-    async def _wait_for_change(self, timeout_s: float | None) -> bool:
-        """False when nothing has happened for so long."""
-        if timeout_s is None or self._changed.is_set():
-            await self._changed.wait()
-        else:
-            try:
-                async with asyncio.timeout(timeout_s):
+    async def _wait_for_change(self, until_s: float | None) -> bool:
+        """False when nothing has happened until then, in the loop's time."""
+        self._is_reader_waiting = True
+        try:
+            if until_s is None or self._changed.is_set():
+                await self._changed.wait()
+            else:
+                async with asyncio.timeout_at(until_s):
                     await self._changed.wait()
-            except TimeoutError:
-                return False
+        except TimeoutError:
+            return False
+        finally:
+            self._is_reader_waiting = False
         self._changed.clear()
         return True
 
-    def _is_due(self, sequence: SequenceAnswer, min_tokens: int) -> bool:
+    def _is_due(self, sequence: SequenceAnswer) -> bool:
         """Whether there is a delta to give: a first and a last one at once, others when large."""
         if not sequence.is_new:
             return False
         is_edge = not sequence.was_told or sequence.finish_reason or self._ended is not None
-        return bool(is_edge) or len(sequence.token_ids) >= min_tokens
+        return bool(is_edge) or len(sequence.token_ids) >= self._min_tokens_per_delta
 
     @property
     def _wants_prompt_logprobs(self) -> bool:

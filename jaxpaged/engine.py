@@ -91,6 +91,7 @@ class Engine:
         self._in_flight: tuple[StepPlan, Any] | None = None
         self._num_prompt_tokens = 0
         self._num_cached_prompt_tokens = 0
+        self._num_looked_up_tokens = 0
         self._num_completion_tokens = 0
         self._step_s = 0.0
         self._is_frozen = False
@@ -175,6 +176,7 @@ class Engine:
         for started in outputs.started:
             self._num_cached_prompt_tokens += started.num_cached_tokens
             self._num_prompt_tokens += started.num_prompt_tokens
+            self._num_looked_up_tokens += started.num_looked_up_tokens
         self._num_completion_tokens += sum(len(s.token_ids) for s in outputs.sequences)
 
     # --- between steps -------------------------------------------------------------------------
@@ -248,6 +250,7 @@ class Engine:
             cached_prompt_tokens=self._num_cached_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             step_s=self._step_s,
+            looked_up_tokens=self._num_looked_up_tokens,
         )
 
     def block_states(self) -> list[BlockState]:

@@ -1,8 +1,8 @@
 """The requests under way in a front: who reads which answer, and how many still wait to start.
 
 Used in the front's event loop only. A message to a reader costs far more than a token, so there is
-a limit to how many readers are woken in a second. Where the engine is faster than that, each gets
-several tokens at once: many streams cannot slow the engine down.
+a limit to the messages in a second. Where the engine is faster than that, each has several tokens:
+many streams cannot slow the engine down.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ class LiveRequests:
 
     Attributes:
       num_queued: requests that the engine has not scheduled yet, or not even got.
-      max_wakes_per_s: how often readers of streams are woken, all together; None: at every step.
-        First tokens and ends wake their reader at once and do not count.
+      max_messages_per_s: deltas that readers of streams are woken for, all together; None: at
+        every step. First tokens, ends and what would overfill a buffer go at once, uncounted.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -38,7 +38,7 @@ class LiveRequests:
         self._emptied = asyncio.Event()
         self._emptied.set()
         self.num_queued = 0
-        self.max_wakes_per_s: float | None = None
+        self.max_messages_per_s: float | None = None
         self._sleeping: dict[str, Collector] = {}  # their readers have tokens to read
         self._next_wake_s = 0.0
         self._is_wake_due = False
@@ -147,7 +147,7 @@ class LiveRequests:
                 self._sleeping.pop(ended.request_id, None)
         if self._sleeping and not self._is_wake_due:
             loop = asyncio.get_running_loop()
-            if self.max_wakes_per_s is None or loop.time() >= self._next_wake_s:
+            if self.max_messages_per_s is None or loop.time() >= self._next_wake_s:
                 self._wake_readers()
             else:
                 self._is_wake_due = True
@@ -167,11 +167,14 @@ class LiveRequests:
     def _wake_readers(self) -> None:
         sleeping, self._sleeping = self._sleeping, {}
         self._is_wake_due = False
-        if self.max_wakes_per_s is not None:
-            pause_s = len(sleeping) / self.max_wakes_per_s
-            self._next_wake_s = asyncio.get_running_loop().time() + pause_s
+        num_messages = 0
         for collector in sleeping.values():
-            collector.wake_reader()
+            if num_due := collector.num_due_deltas:
+                num_messages += num_due
+                collector.wake_reader()
+        if self.max_messages_per_s is not None:
+            pause_s = num_messages / self.max_messages_per_s
+            self._next_wake_s = asyncio.get_running_loop().time() + pause_s
 
     def _leave_queue(self, collector: Collector) -> None:
         """It starts now, or ended without a start; does nothing to one that has started."""

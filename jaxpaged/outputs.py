@@ -44,6 +44,7 @@ class RequestStarted:
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_looked_up_tokens: int = 0  # in the prefix cache: all of the prompt's, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,10 @@ class EngineStats:
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
-    step_s: float | None = None  # spent in steps; None: not known, for it is not on the wire
+    # Not on the wire, and None behind it: seconds spent in steps, and prompt tokens of the requests
+    # that may read the prefix cache.
+    step_s: float | None = None
+    looked_up_tokens: int | None = None
 
     @property
     def waste(self) -> float:

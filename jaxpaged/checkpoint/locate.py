@@ -41,10 +41,15 @@ def locate(model: str, load_format: LoadFormat = "auto") -> Checkpoint:
     """
     if not model:
         raise ModelNotFoundError("model must not be empty: give a path or a name")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, not readable, of a user who is not here
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelNotFoundError(f"no model {model!r}: {reason}") from error
+    if is_folder:
         return SafetensorsCheckpoint(path, path.resolve().name)
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise ModelNotFoundError(f"{path} is neither a model folder nor a .gguf file")
         return GgufCheckpoint(path, path.stem)

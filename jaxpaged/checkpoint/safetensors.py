@@ -105,6 +105,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} is nested too deeply") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, not {type(content).__name__}")
     return content

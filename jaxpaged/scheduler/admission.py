@@ -151,7 +151,8 @@ def _start(
     request = sequence.request
     if not request.started:
         request.started = True
-        started = RequestStarted(request.request_id, total, num_cached)
+        num_looked_up = total if kv.reads_cache(sequence) else 0
+        started = RequestStarted(request.request_id, total, num_cached, num_looked_up)
         roster.outputs.started.append(started)
     roster.start(sequence)
     step.start_row(sequence)

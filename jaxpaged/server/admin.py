@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from jaxpaged.convert import duration_from_proto
 from jaxpaged.convert_outputs import blocks_to_proto, stats_to_proto
-from jaxpaged.errors import InvalidFieldError
+from jaxpaged.errors import CheckpointError, InvalidFieldError, ModelNotFoundError
 from jaxpaged.server.rpc import Call
 from jaxpaged.server.serving_state import ServingState
 from jaxpaged.v1 import admin_pb2
@@ -14,6 +14,7 @@ from jaxpaged.v1 import admin_pb2
 _DEFAULT_INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.01
 _MAX_ABORT_IDS = 65536
+_MAX_PATH_CHARACTERS, _MAX_VERSION_CHARACTERS = 4096, 256
 
 
 class AdminService:
@@ -80,6 +81,18 @@ class AdminService:
         path = request.checkpoint_path
         if not path:
             raise InvalidFieldError("checkpoint_path", "checkpoint_path must not be empty")
+        _check_length("checkpoint_path", path, _MAX_PATH_CHARACTERS)
+        _check_length("weights_version", request.weights_version, _MAX_VERSION_CHARACTERS)
         version = request.weights_version or PurePath(path).name
-        await self._state.get().update_weights(path, version)
+        try:
+            await self._state.get().update_weights(path, version)
+        except CheckpointError as error:
+            raise InvalidFieldError("checkpoint_path", f"checkpoint_path: {error}") from error
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"checkpoint_path: {error}") from error
         return admin_pb2.UpdateWeightsResponse(weights_version=version)
+
+
+def _check_length(name: str, value: str, limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidFieldError(name, f"{name} of {len(value)} characters: at most {limit}")

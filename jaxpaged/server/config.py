@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from math import inf
 
+# gRPC takes sizes and milliseconds as 32-bit integers.
+_MAX_BYTES = 2**31 - 1
+_MAX_KEEPALIVE_S = 2_000_000
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -12,7 +16,8 @@ class ServerConfig:
       metrics_port: None = no metrics.
       stop_grace_s: what running requests get to end in when the server drains.
       stall_timeout_s: a step that lasts longer counts as stuck, and health says so.
-      max_pending_tokens: tokens that a stream's reader may be behind.
+      max_pending_tokens: tokens that a stream's reader may leave while it is busy; what the
+        server holds back itself does not count.
       max_messages_per_s: deltas that all streams together get; beyond that, tokens are merged.
         None: 500 a CPU core, 200 where the model runs on them, too, and at most 8000.
       tls_cert, tls_key: PEM files; both or neither.
@@ -53,6 +58,9 @@ class ServerConfig:
         for name in ("max_request_bytes", "max_pending_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_request_bytes > _MAX_BYTES:
+            value = self.max_request_bytes
+            raise ValueError(f"max_request_bytes={value} must be at most {_MAX_BYTES}")
         for name in ("stop_grace_s", "max_engine_restarts"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
@@ -65,3 +73,7 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name}={value} must be above 0")
+        for name in ("keepalive_time_s", "keepalive_timeout_s"):
+            if getattr(self, name) > _MAX_KEEPALIVE_S:
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value} must be at most {_MAX_KEEPALIVE_S}")

@@ -68,6 +68,11 @@ class Server:
         self._metrics_page: MetricsPage | None = None
         self.metrics_port: int | None = None
         users, admins = Tokens(config.token_file), Tokens(config.admin_token_file)
+        if users.overlaps(admins):
+            raise ValueError(
+                "token_file and admin_token_file have a token in common: a user could call "
+                "AdminService with it"
+            )
         interceptor = partial(TokenInterceptor, users=users, on_failed=self._metrics.on_rejected)
         inference = InferenceService(self._state, config)
         self._inference = self._make_server(
@@ -92,7 +97,7 @@ class Server:
         """From now on requests go to `llm`, which stays the caller's to close."""
         on_cpu = llm.engine.config.platform == "cpu"
         per_core = _MESSAGES_BESIDE_STEPS if on_cpu else _MESSAGES_PER_S_AND_CORE
-        llm.live.max_wakes_per_s = self._config.max_messages_per_s or min(
+        llm.live.max_messages_per_s = self._config.max_messages_per_s or min(
             _MAX_MESSAGES_PER_S, per_core * (os.cpu_count() or 1)
         )
         self._state.set_loaded(llm)

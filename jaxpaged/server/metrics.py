@@ -1,9 +1,9 @@
 """Prometheus metrics: names after vLLM's, buckets after OpenTelemetry's gen_ai conventions."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -123,13 +123,29 @@ class _EngineNumbers(Collector):
         return []  # why: else the registry asks the engine when this is registered
 
     def collect(self) -> Iterator[Metric]:
-        # An engine that restarts or is stuck has nothing new to tell.
-        with contextlib.suppress(FutureTimeoutError, JaxpagedError):
-            future = asyncio.run_coroutine_threadsafe(self._llm.stats(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._llm.stats(), self._loop)
+        try:
             self._stats = future.result(_STATS_TIMEOUT_S)
+        except FutureTimeoutError:
+            pass  # a stuck engine has nothing new to tell, and what it has runs on
+        except JaxpagedError:
+            if self._stats is not None:
+                self._stats = _without_requests(self._stats)
         yield _gauge("num_requests_waiting", "Not started.", self._llm.live.num_queued)
         if self._stats is not None:
             yield from _metrics_of(self._stats)
+
+
+def _without_requests(stats: EngineStats) -> EngineStats:
+    """Of an engine that is gone: nothing runs, its blocks are lost, its counters stay."""
+    return replace(
+        stats,
+        running_requests=0,
+        queued_requests=0,
+        used_blocks=0,
+        cached_free_blocks=0,
+        used_slots=0,
+    )
 
 
 def _metrics_of(stats: EngineStats) -> Iterator[Metric]:
@@ -145,7 +161,7 @@ def _metrics_of(stats: EngineStats) -> Iterator[Metric]:
     blocks.add_metric(["free"], stats.total_blocks - used - cached)
     yield blocks
     for name, text, value in (
-        ("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up.", stats.looked_up_tokens or 0),
         ("prefix_cache_hits", "Prompt tokens found.", stats.cached_prompt_tokens),
         ("num_preemptions", "Sequences that had to begin again.", stats.preemptions),
         ("prompt_tokens", "Of the requests that started.", stats.prompt_tokens),

@@ -6,6 +6,7 @@ Tokens are asked for on every call but health checks, which a supervisor makes w
 import hashlib
 import ipaddress
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     """None without TLS.
 
     Raises:
-      ValueError: only some of the files are named.
+      ValueError: only some of the files are named, or the one of the CA has no certificate.
       OSError: one cannot be read.
     """
     if config.tls_cert is None or config.tls_key is None:
@@ -40,7 +41,19 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     if config.tls_client_ca is None:
         return grpc.ssl_server_credentials([pair])
     client_ca = Path(config.tls_client_ca).read_bytes()
+    # gRPC takes a file without any: it would then ask clients for no certificate
+    if not _has_certificate(client_ca):
+        raise ValueError(f"tls_client_ca={config.tls_client_ca!r} must hold a PEM certificate")
     return grpc.ssl_server_credentials([pair], client_ca, require_client_auth=True)
+
+
+def _has_certificate(pem: bytes) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii", errors="ignore"))
+    except (ValueError, ssl.SSLError):
+        return False
+    return context.cert_store_stats()["x509"] > 0
 
 
 def check_clear_tokens(config: ServerConfig) -> None:
@@ -72,7 +85,12 @@ class Tokens:
 
     def __init__(self, path: str | None) -> None:
         """Raises ValueError for a file without tokens, OSError for one that cannot be read."""
-        lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+        try:
+            # A byte order mark at its beginning is no part of a token.
+            text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the token file {path} is not UTF-8: {error}") from error
+        lines = text.splitlines()
         self._digests = {_digest(line.strip()) for line in lines if line.strip()}
         if path is not None and not self._digests:
             raise ValueError(f"the token file {path} is empty")
@@ -82,6 +100,9 @@ class Tokens:
 
     def __contains__(self, token: str) -> bool:
         return _digest(token) in self._digests
+
+    def overlaps(self, other: "Tokens") -> bool:
+        return not self._digests.isdisjoint(other._digests)
 
 
 def _digest(token: str) -> bytes:

@@ -8,7 +8,7 @@ from helpers.tiny_gguf import write_gguf
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jaxpaged.checkpoint import locate
-from jaxpaged.errors import ModelNotFoundError
+from jaxpaged.errors import CheckpointError, ModelNotFoundError
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -44,6 +44,20 @@ def test_no_model_and_other_files(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ModelNotFoundError, match=r"neither a model folder nor a \.gguf file"):
         locate(str(tmp_path / "notes.txt"))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [("~no-such-user/x", "home directory"), ("x" * 300, "name too long")]
+)
+def test_paths_that_cannot_be(model: str, reason: str):
+    with pytest.raises(ModelNotFoundError, match=f"no model '{model}': .*{reason}"):
+        locate(model)
+
+
+def test_a_config_that_is_nested_too_deeply(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json is nested too deeply"):
+        locate(str(tmp_path))
 
 
 def test_a_hub_id_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from collections.abc import AsyncIterator
 
 import pytest
 from helpers.byte_tokenizer import ByteTokenizer
@@ -13,6 +14,7 @@ from jaxpaged.outputs import (
     Accepted,
     Delta,
     Finished,
+    Heartbeat,
     PromptLogprobs,
     PromptScored,
     RequestEnded,
@@ -21,7 +23,7 @@ from jaxpaged.outputs import (
     Started,
     StreamEvent,
 )
-from jaxpaged.request import FinishReason
+from jaxpaged.request import EngineRequest, FinishReason
 
 
 def read_each(token_ids: list[int], **options) -> tuple[list[Delta], Collector]:
@@ -161,3 +163,75 @@ def test_a_failure_wakes_the_reader(kind):
             await waiting
 
     asyncio.run(run())
+
+
+def stream_of(request: EngineRequest, **options) -> tuple[Collector, AsyncIterator[StreamEvent]]:
+    """A collector whose request has started, and the events that its reader takes."""
+    collector = Collector("r", request, ByteTokenizer())
+    collector.on_started(RequestStarted("e", 1, 0))
+    return collector, collector.events(**options)
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.02, 1000.0])
+def test_tokens_that_are_held_back_do_not_put_off_heartbeats(heartbeat_s: float):
+    async def run() -> StreamEvent:
+        request = make_request("e", [1], max_tokens=10**6)
+        collector, events = stream_of(request, heartbeat_s=heartbeat_s, min_tokens_per_delta=5000)
+        assert [type(await anext(events)) for _ in range(2)] == [Accepted, Started]
+        collector.on_output(SequenceOutput("e", 0, (65,)))
+        assert isinstance(await anext(events), Delta)  # a first token is not held back
+        reading = asyncio.ensure_future(anext(events))
+        while not reading.done():
+            await asyncio.sleep(0.001)  # a twentieth of the interval between two wakes
+            collector.on_output(SequenceOutput("e", 0, (65,) * 10))
+            collector.wake_reader()
+        return await reading
+
+    expected = Heartbeat if heartbeat_s < 1 else Delta
+    assert isinstance(asyncio.run(run()), expected)
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_only_what_the_reader_could_take_counts_as_its_delay(is_reading: bool):
+    """Nobody wakes the reader, as in a pause of the front's, and tokens come in one turn."""
+
+    async def run() -> None:
+        request = make_request("e", [1], n=2, max_tokens=100)
+        collector, events = stream_of(request)
+        collector.max_pending_tokens = 8
+        assert [type(await anext(events)) for _ in range(2)] == [Accepted, Started]
+        reading = None
+        if is_reading:
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+        for _ in range(20):
+            collector.on_output(SequenceOutput("e", 0, (65,)))
+        assert collector.is_behind is not is_reading
+        if reading is not None:
+            delta = await reading
+            assert isinstance(delta, Delta) and len(delta.token_ids) == 20
+
+    asyncio.run(run())
+
+
+def test_a_buffer_that_fills_wakes_its_reader():
+    async def run() -> list[int]:
+        collector, events = stream_of(make_request("e", [1], max_tokens=100))
+        collector.max_pending_tokens = 8
+        assert [type(await anext(events)) for _ in range(2)] == [Accepted, Started]
+        sizes: list[int] = []
+        reading = asyncio.ensure_future(anext(events))
+        for _ in range(21):
+            await asyncio.sleep(0)
+            collector.on_output(SequenceOutput("e", 0, (65,)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if reading.done():
+                delta = reading.result()
+                assert isinstance(delta, Delta)
+                sizes.append(len(delta.token_ids))
+                reading = asyncio.ensure_future(anext(events))
+        reading.cancel()
+        return sizes
+
+    assert asyncio.run(run()) == [1, 5, 5, 5, 5]

@@ -98,7 +98,7 @@ class FakeLiveRequests:
     """Counts the fake's running requests; there is nothing to end."""
 
     num_queued = 0
-    max_wakes_per_s: float | None = None
+    max_messages_per_s: float | None = None
 
     def __init__(self, running: set[str]) -> None:
         self._running = running

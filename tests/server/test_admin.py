@@ -1,6 +1,7 @@
 """AdminService, health and reflection, and a server that is still loading."""
 
 import asyncio
+import re
 from typing import Any
 
 import grpc
@@ -64,9 +65,18 @@ def test_update_weights_names_the_version():
         request = admin_pb2.UpdateWeightsRequest(checkpoint_path="/a/b")
         assert (await running.admin.UpdateWeights(request)).weights_version == "b"
         assert running.llm.updates == [("/a/b", "v2"), ("/a/b", "b")]
-        with pytest.raises(grpc.aio.AioRpcError, match="checkpoint_path") as caught:
-            await running.admin.UpdateWeights(admin_pb2.UpdateWeightsRequest())
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for field, request in (
+            ("checkpoint_path", admin_pb2.UpdateWeightsRequest()),
+            ("checkpoint_path", admin_pb2.UpdateWeightsRequest(checkpoint_path="x" * 5000)),
+            (
+                "weights_version",
+                admin_pb2.UpdateWeightsRequest(checkpoint_path="a", weights_version="v" * 257),
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
+                await running.admin.UpdateWeights(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(running.llm.updates) == 2
 
     with_server(body)
 
@@ -158,11 +168,21 @@ def test_a_port_in_use_is_one_clear_line():
         ("keepalive_timeout_s", -1.0),
         ("stall_timeout_s", 0.0),
         ("max_messages_per_s", 0.0),
+        ("max_request_bytes", 2**31),
+        ("keepalive_time_s", 1e7),
+        ("keepalive_timeout_s", 1e300),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_by_name(name: str, value: Any):
-    with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+    with pytest.raises(ValueError, match=rf"^{name}={re.escape(str(value))} must be "):
         ServerConfig(**{name: value})
+
+
+def test_the_largest_settings_are_what_the_library_takes():
+    async def body(running: Running) -> None:
+        await running.stub.Generate(pb.GenerateRequest(text="x"))
+
+    with_server(body, max_request_bytes=2**31 - 1, keepalive_time_s=2e6, keepalive_timeout_s=2e6)
 
 
 def test_messages_above_the_limit_are_refused():

@@ -17,7 +17,7 @@ from jaxpaged import errors
 from jaxpaged.client import AsyncClient, Client
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.lifecycle import Server
-from jaxpaged.server.security import check_clear_tokens
+from jaxpaged.server.security import Tokens, check_clear_tokens, server_credentials
 
 CODE = grpc.StatusCode
 USER, ADMIN = "user-token-1", "admin-token-1"
@@ -151,6 +151,40 @@ def test_files_that_cannot_be_used_are_one_clear_line(tmp_path: Path):
 
     with pytest.raises(OSError, match="cannot listen"):
         asyncio.run(start())
+
+
+@pytest.mark.parametrize("content", [b"", b"# none\n", b"\xff\xfe", "a key"])
+def test_a_client_ca_without_a_certificate_is_refused(
+    tmp_path: Path, certificates: Path, content: bytes | str
+):
+    """Else everybody would be let in."""
+    pair = {"tls_cert": "server.pem", "tls_key": "server.key"}
+    files: dict[str, Any] = {name: str(certificates / file) for name, file in pair.items()}
+    if isinstance(content, str):
+        content = (certificates / "client.key").read_bytes()
+    file = tmp_path / "ca"
+    file.write_bytes(content)
+    config = ServerConfig(port=0, admin_port=0, tls_client_ca=str(file), **files)
+    with pytest.raises(ValueError, match=r"tls_client_ca='.*ca' must hold a PEM certificate"):
+        server_credentials(config)
+    file.write_bytes("# 주석\n".encode() + (certificates / "ca.pem").read_bytes())
+    assert server_credentials(config) is not None
+
+
+def test_a_token_is_a_users_or_an_operators(tmp_path: Path, token_files: dict[str, Any]):
+    (tmp_path / "token_file").write_text(f"{USER}\n {ADMIN}\n")
+    with pytest.raises(ValueError, match="have a token in common"):
+        Server(ServerConfig(port=0, admin_port=0, **token_files))
+
+
+def test_the_encoding_of_token_files(tmp_path: Path):
+    file = tmp_path / "tokens"
+    file.write_bytes(b"\xef\xbb\xbfabc\r\nxyz\r\n")
+    tokens = Tokens(str(file))
+    assert "abc" in tokens and "xyz" in tokens and "\ufeffabc" not in tokens
+    file.write_bytes(b"\xff\xfea\0b\0")
+    with pytest.raises(ValueError, match=f"the token file {file} is not UTF-8"):
+        Tokens(str(file))
 
 
 @pytest.mark.parametrize("is_mutual", [False, True])

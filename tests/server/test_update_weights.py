@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
 from helpers.running_service import EOF, Service, ask, run_service, until
 from helpers.served_engines import STALL
 from helpers.tiny_models import hf_config, random_checkpoint, tiny_config
@@ -14,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxpaged import LLM, SamplingParams, errors
 from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.server.grpc_errors import error_from_rpc
 from jaxpaged.v1 import admin_pb2
 from jaxpaged.v1 import inference_pb2 as pb
 
@@ -77,6 +80,36 @@ def test_what_runs_is_told_and_the_version_is_published(llm: AsyncLLM, tmp_path:
         assert info.weights_version == update.weights_version
         answer = await service.stub.Generate(ask([1], 5))
         assert answer.weights_version == update.weights_version
+
+    run_service(llm, body)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": ' + "[" * 100_000, "is nested too deeply"),
+        ("[]", "must hold a JSON object"),
+        ('{"refused": 1}', "is truncated"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_bad_request(
+    llm: AsyncLLM, tmp_path: Path, content: str, message: str
+):
+    (tmp_path / "config.json").write_text(content)
+    update = admin_pb2.UpdateWeightsRequest(checkpoint_path=str(tmp_path))
+
+    async def body(service: Service) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match=f"checkpoint_path: .*{message}") as caught:
+            await service.admin.UpdateWeights(update)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, errors.InvalidFieldError) and error.field == "checkpoint_path"
+        metadata: Any = dict(caught.value.trailing_metadata() or ())
+        status = Status.FromString(metadata["grpc-status-details-bin"])
+        bad_request = BadRequest()
+        assert any(detail.Unpack(bad_request) for detail in status.details)
+        assert bad_request.field_violations[0].field == "checkpoint_path"
+        assert len((await service.stub.Generate(ask([1], 5))).completions[0].token_ids) == 5
 
     run_service(llm, body)
 
