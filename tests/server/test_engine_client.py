@@ -187,7 +187,7 @@ def test_only_an_engine_that_was_ready_starts_the_count_of_restarts_anew(
     )
     for number in range(3 if loads else 1):
         client.submit(make_request(f"bad {number}", [EXIT], max_tokens=5))
-        events.wait_for(lambda: len(events.deaths) > number)  # noqa: B023: called in this turn
+        events.wait_for(lambda n=number: len(events.deaths) > n)
         wait_until(lambda: client.state is not EngineState.RESTARTING)
     if loads:
         assert client.state is EngineState.READY
