@@ -82,7 +82,7 @@ class LiveRequests:
         try:
             async with arrival.timeout:
                 self._arrivals.add(arrival)
-                self._emptied.clear()
+                self._tell_not_empty()
                 self.num_queued += 1
                 try:
                     yield arrival
@@ -102,7 +102,7 @@ class LiveRequests:
         engine_id = collector.request.request_id
         self._collectors[engine_id] = collector
         self._by_user_id[collector.request_id] = collector
-        self._emptied.clear()
+        self._tell_not_empty()
         self.num_queued += 1
         if arrival.deadline_s is not None:
             self._timers[engine_id] = asyncio.get_running_loop().call_at(
@@ -231,6 +231,10 @@ class LiveRequests:
             timer = self._timers.pop(collector.request.request_id, None)
             if timer is not None:
                 timer.cancel()
+
+    def _tell_not_empty(self) -> None:
+        if self._emptied.is_set():
+            self._emptied = asyncio.Event()  # another: one belongs to the event loop it was used in
 
     def _tell_if_empty(self) -> None:
         if not len(self):

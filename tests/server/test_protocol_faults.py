@@ -120,6 +120,7 @@ def test_what_is_still_tokenised_when_the_server_drains_gets_the_grace_time(
             assert caught.value.code() is CODE.UNAVAILABLE
             assert isinstance(error_from_rpc(caught.value), ServerDrainingError)
         response = await drain
+        may_go.set()
         counts = response.finished_requests, response.aborted_requests
         assert counts == ((2, 0) if in_time else (0, 2))
 

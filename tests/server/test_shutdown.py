@@ -188,3 +188,22 @@ def test_drain_returns_when_what_runs_has_ended_or_the_time_is_over():
         assert readers[0].ids == solo_tokens([1, 2], 30)
         assert isinstance(readers[1].error, errors.ServerDrainingError)
         assert command.process.poll() is None, "drained, it waits for its signal"
+
+
+@pytest.mark.parametrize("timeout_s", [1, 1000])
+def test_a_drain_goes_on_to_its_timeout_when_its_caller_leaves(timeout_s: int):
+    with serve_command("--stall-timeout-s=1000") as command, Client(command.address) as client:
+        reader = Reader(client, [1, 2], 600)
+        command.engine.suspend()  # only the drain can end the request now
+        with grpc.insecure_channel(command.admin_address) as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+                admin.Drain(admin_pb2.DrainRequest(timeout={"seconds": timeout_s}), timeout=0.3)
+        wait_until(lambda: not is_serving(command))
+        if timeout_s == 1000:
+            command.engine.resume()
+        reader.join(20)
+        if timeout_s == 1000:
+            assert reader.error is None and reader.ids == solo_tokens([1, 2], 600)
+        else:
+            assert isinstance(reader.error, errors.ServerDrainingError)
