@@ -102,7 +102,7 @@ def test_a_constraint_that_nobody_waits_for_is_not_compiled(
             params = SamplingParams(constraint=Constraint(regex=regex))
             return asyncio.create_task(llm.generate("p", params, queue_timeout_s=queue_timeout_s))
 
-        first = [call("a"), call("b")]
+        waits = [call("a"), call("b")]
         await until(lambda: len(compiled) == 2)
         third = call("c", 0.05 if how == "timeout" else None)
         await until(lambda: live.num_queued == 3 or third.done())
@@ -114,14 +114,14 @@ def test_a_constraint_that_nobody_waits_for_is_not_compiled(
             error = asyncio.CancelledError
         if how == "drain":
             assert live.fail_arriving(ServerDrainingError("stopping")) == 3
-            first, error = [], ServerDrainingError
-        if error is not None:
+            waits, error = [], ServerDrainingError
+        if error is None:
+            waits.append(third)
+        else:
             with pytest.raises(error):
                 await third
-            third = None
         may_go.set()
-        waits = [call("d"), *first] + ([third] if third is not None else [])
-        for output in await asyncio.gather(*waits):
+        for output in await asyncio.gather(*waits, call("d")):
             assert output.completions[0].text == "fine"
         assert compiled == (["a", "b", "c", "d"] if how == "stays" else ["a", "b", "d"])
         await asyncio.wait_for(live.wait_empty(), 20)
