@@ -116,7 +116,7 @@ class AsyncLLM:
         """Runs a request to its end. Cancelling the call aborts it and frees its blocks.
 
         Args:
-          queue_timeout_s: give up when it has not started by then.
+          queue_timeout_s: give up when it has not started so long after this call.
           on_accepted: awaited once the request is queued.
 
         Raises:
@@ -148,7 +148,7 @@ class AsyncLLM:
         Closing the iterator aborts the request and frees its blocks.
 
         Args:
-          queue_timeout_s: give up when it has not started by then.
+          queue_timeout_s: give up when it has not started so long after this call.
           heartbeat_s: give a Heartbeat when nothing else was given for so long; None: never.
           min_tokens_per_delta: a sequence's first and last delta may have fewer.
           max_pending_tokens: end the request when its reader leaves more; None: never.

@@ -7,7 +7,8 @@ many streams cannot slow the engine down.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 from jaxpaged.collector import Collector
 from jaxpaged.engine_client import EngineClient
@@ -21,8 +22,24 @@ from jaxpaged.errors import (
 from jaxpaged.outputs import StepOutputs
 
 
+@dataclass(eq=False)
+class Arrival:
+    """A request that is being made: its text tokenised, its constraint compiled.
+
+    Attributes:
+      queue_timeout_s: how long after its arrival it must have started; None: never.
+      deadline_s: when that is, on the event loop's clock.
+      timeout: abandons the making then, or earlier where `error` says why.
+    """
+
+    queue_timeout_s: float | None
+    deadline_s: float | None
+    timeout: asyncio.Timeout
+    error: JaxpagedError | None = None
+
+
 class LiveRequests:
-    """Collectors by the engine's id and by the user's, from `add` until `forget`.
+    """The arriving requests, and collectors by the engine's id and by the user's until `forget`.
 
     Attributes:
       num_queued: requests that the engine has not scheduled yet, or not even got.
@@ -32,6 +49,7 @@ class LiveRequests:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._arrivals: set[Arrival] = set()
         self._collectors: dict[str, Collector] = {}  # by the engine's id; the engine has them still
         self._by_user_id: dict[str, Collector] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}  # by the engine's id, until started
@@ -44,37 +62,61 @@ class LiveRequests:
         self._is_wake_due = False
 
     def __len__(self) -> int:
-        return len(self._by_user_id)
+        return len(self._by_user_id) + len(self._arrivals)
 
     def __contains__(self, user_id: str) -> bool:
         return user_id in self._by_user_id
 
-    @contextlib.contextmanager
-    def arriving(self) -> Generator[None]:
-        """While a request is made: a long text waits for its tokens as others for a row."""
-        self.num_queued += 1
-        try:
-            yield
-        finally:
-            self.num_queued -= 1
+    @contextlib.asynccontextmanager
+    async def arriving(self, queue_timeout_s: float | None) -> AsyncGenerator[Arrival]:
+        """While a request is made: a long text waits for its tokens as others for a row.
 
-    def add(self, collector: Collector, queue_timeout_s: float | None) -> None:
+        Raises:
+          QueueTimeoutError: its time was over before it was made.
+          JaxpagedError: that of `fail_arriving`.
+        """
+        deadline_s = None
+        if queue_timeout_s is not None:
+            deadline_s = asyncio.get_running_loop().time() + queue_timeout_s
+        arrival = Arrival(queue_timeout_s, deadline_s, asyncio.timeout_at(deadline_s))
+        try:
+            async with arrival.timeout:
+                self._arrivals.add(arrival)
+                self._tell_not_empty()
+                self.num_queued += 1
+                try:
+                    yield arrival
+                finally:
+                    self._arrivals.discard(arrival)
+                    self.num_queued -= 1
+                    self._tell_if_empty()
+        except TimeoutError:
+            if not arrival.timeout.expired():
+                raise
+            raise arrival.error or _queue_timeout_error(queue_timeout_s) from None
+        if arrival.error is not None:  # it was made just then
+            raise arrival.error
+
+    def add(self, collector: Collector, arrival: Arrival) -> None:
+        """The request was made, and the engine has it: nothing was awaited since."""
         engine_id = collector.request.request_id
         self._collectors[engine_id] = collector
         self._by_user_id[collector.request_id] = collector
-        self._emptied.clear()
+        self._tell_not_empty()
         self.num_queued += 1
-        if queue_timeout_s is not None:
-            self._timers[engine_id] = asyncio.get_running_loop().call_later(
-                queue_timeout_s, self._time_out, collector, queue_timeout_s
+        if arrival.deadline_s is not None:
+            self._timers[engine_id] = asyncio.get_running_loop().call_at(
+                arrival.deadline_s,
+                self.fail,
+                collector,
+                _queue_timeout_error(arrival.queue_timeout_s),
             )
 
     def forget(self, collector: Collector) -> None:
         """The reader is gone: aborts what still runs, and takes no more outputs."""
         self._leave_engine(collector)
         self._by_user_id.pop(collector.request_id, None)
-        if not self._by_user_id:
-            self._emptied.set()
+        self._tell_if_empty()
 
     def forget_all(self) -> None:
         for collector in list(self._by_user_id.values()):
@@ -110,9 +152,18 @@ class LiveRequests:
             self.fail(collector, error)
         return len(collectors)
 
+    def fail_arriving(self, error: JaxpagedError) -> int:
+        """Ends what is still being made; returns how many requests that were."""
+        arrivals = [arrival for arrival in self._arrivals if not arrival.timeout.expired()]
+        for arrival in arrivals:
+            arrival.error = error
+            arrival.timeout.reschedule(asyncio.get_running_loop().time())
+        return len(arrivals)
+
     async def wait_empty(self) -> None:
-        """Until every reader has got its answer, or is gone."""
-        await self._emptied.wait()
+        """Until every reader has got its answer, or is gone, and nobody arrives."""
+        while len(self):  # again: one that has arrived is no arrival any more, but a collector
+            await self._emptied.wait()
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Hands out what one step of the engine told."""
@@ -184,9 +235,17 @@ class LiveRequests:
             if timer is not None:
                 timer.cancel()
 
-    def _time_out(self, collector: Collector, queue_timeout_s: float) -> None:
-        message = f"not started within queue_timeout={queue_timeout_s:g} s"
-        self.fail(collector, QueueTimeoutError(message))
+    def _tell_not_empty(self) -> None:
+        if self._emptied.is_set():
+            self._emptied = asyncio.Event()  # another: one belongs to the event loop it was used in
+
+    def _tell_if_empty(self) -> None:
+        if not len(self):
+            self._emptied.set()
+
+
+def _queue_timeout_error(queue_timeout_s: float | None) -> QueueTimeoutError:
+    return QueueTimeoutError(f"not started within queue_timeout={queue_timeout_s:g} s")
 
 
 def call_soon[T](

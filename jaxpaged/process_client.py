@@ -47,7 +47,7 @@ from jaxpaged.request import EngineRequest
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
-# An engine that has run so long was sound: its end does not count with those before it.
+# An engine that was ready for so long was sound: its end does not count with those before it.
 _SOUND_AFTER_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 # The path of a Unix socket has about a hundred characters at most, some systems' TMPDIR has more.
@@ -123,6 +123,7 @@ class ProcessEngineClient:
         self._spawn = multiprocessing.get_context("spawn")
         self._folder = ""  # of the socket, while an engine's process starts
         self._checkpoint_path: str | None = None
+        self._ready_s: float | None = None  # when this process's engine had loaded
         self._mailbox = Mailbox()
         self._closing = threading.Event()
         self._started: Future[ResolvedConfig] = Future()
@@ -191,15 +192,17 @@ class ProcessEngineClient:
         """Runs one process after the other, until it is told to stop or too many have died."""
         num_deaths = 0
         while True:
-            start = time.monotonic()
+            self._ready_s = None
             error = self._run_process()
+            end_s = time.monotonic()
             if self._closing.is_set():
                 self._lose(EngineState.CLOSED, EngineClosedError("the engine was closed"))
                 return
             if not self._started.done():
                 self._started.set_exception(error)
                 return
-            num_deaths = 1 if time.monotonic() - start > _SOUND_AFTER_S else num_deaths + 1
+            was_sound = self._ready_s is not None and end_s - self._ready_s > _SOUND_AFTER_S
+            num_deaths = 1 if was_sound else num_deaths + 1
             logger.error("%s (%d of %d restarts)", error, num_deaths, self._max_restarts)
             if num_deaths > self._max_restarts:
                 self._lose(EngineState.CLOSED, EngineClosedError(f"{error}; it stays down"))
@@ -262,6 +265,7 @@ class ProcessEngineClient:
             case Connected():
                 self._remove_folder()  # now already: a killed server leaves no files
             case Ready():
+                self._ready_s = time.monotonic()
                 self._mailbox.set_state(EngineState.READY)
                 if not self._started.done():
                     self._started.set_result(message.config)

@@ -56,7 +56,7 @@ class RequestIntake:
         Args:
           observer: told what happens to the request; None: nobody.
           request_id: the user's; None: a new one.
-          queue_timeout_s: give up when it has not started by then.
+          queue_timeout_s: give up when it has not started so long after this call.
           return_text: False: only what stop strings and the like need.
           length_penalty: of a beam search; None for other requests.
 
@@ -69,7 +69,7 @@ class RequestIntake:
         request_id = validation.check_request_id(request_id)
         self._num_requests += 1
         engine_id = f"{self._num_requests}"
-        with self.live.arriving():
+        async with self.live.arriving(queue_timeout_s) as arrival:
             request = await self.maker.make(engine_id, prompt, params, length_penalty)
             processor = request.params.logits_processor
             if processor is not None:
@@ -82,7 +82,7 @@ class RequestIntake:
         tokenizer = self._tokenizer if needs_text else None
         collector = Collector(request_id, request, tokenizer, observer)
         self.engine.submit(request)
-        self.live.add(collector, queue_timeout_s)
+        self.live.add(collector, arrival)
         return collector
 
     def check_queue(self) -> None:

@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import logging
+import os
+import sys
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxpaged.cli.flags import (
     add_dataclass_flags,
@@ -87,4 +89,12 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return asyncio.run(serve(config, load, announce))
+    async def serve_and_leave() -> NoReturn:
+        code = await serve(config, load, announce)
+        logging.shutdown()
+        sys.stdout.flush()
+        # why not sys.exit: it waits for threads, and a constraint that is compiled for nobody any
+        # more cannot be interrupted
+        os._exit(code)
+
+    return asyncio.run(serve_and_leave())

@@ -139,7 +139,6 @@ class InferenceService:
 
     async def _tell_accepted(self, call: Call) -> None:
         """Initial metadata: the client knows before any token that the request is queued."""
-        self._state.admit()  # again: a long prompt took its time, and a drain may have begun
         await call.context.send_initial_metadata(((_REQUEST_ID_KEY, call.request_id),))
 
     def _min_tokens(self, options: pb.StreamOptions, n: int) -> int:

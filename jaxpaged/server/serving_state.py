@@ -9,6 +9,7 @@ from jaxpaged.errors import EngineClosedError, ServerDrainingError
 
 if TYPE_CHECKING:
     from jaxpaged.async_llm import AsyncLLM
+    from jaxpaged.live_requests import LiveRequests
 
 _logger = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ class ServingState:
     def __init__(self) -> None:
         self._llm: AsyncLLM | None = None
         self._is_draining = False
+        self._drains: set[asyncio.Task[tuple[int, int]]] = set()
 
     def set_loaded(self, llm: "AsyncLLM") -> None:
         self._llm = llm
@@ -53,7 +55,9 @@ class ServingState:
         return self._llm is not None and not self._is_draining
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
-        """Takes no more requests, and ends those that run when the time is over.
+        """Takes no more requests, and ends those that run or arrive when the time is over.
+
+        It goes on when the caller is cancelled: the server takes no requests again.
 
         Returns:
           How many ended by themselves, and how many were ended.
@@ -61,13 +65,19 @@ class ServingState:
         self._is_draining = True
         if self._llm is None:
             return 0, 0
-        live = self._llm.live
+        task = asyncio.create_task(self._empty(self._llm.live, timeout_s))
+        self._drains.add(task)  # the event loop itself would forget it
+        task.add_done_callback(self._drains.discard)
+        return await asyncio.shield(task)
+
+    async def _empty(self, live: "LiveRequests", timeout_s: float) -> tuple[int, int]:
         num_live = len(live)
         _logger.info("draining: %d requests run, they get %g s", num_live, timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await live.wait_empty()
         except TimeoutError:
-            num_ended = live.fail_all(ServerDrainingError("the server is stopping"))
+            error = ServerDrainingError("the server is stopping")
+            num_ended = live.fail_all(error) + live.fail_arriving(error)
             return max(0, num_live - num_ended), num_ended
         return num_live, 0

@@ -113,6 +113,9 @@ class FakeLiveRequests:
     def fail_all(self, error: Exception) -> int:
         return len(self._running)
 
+    def fail_arriving(self, error: Exception) -> int:
+        return 0
+
 
 class FakeAsyncLLM:
     """The calls of AsyncLLM.

@@ -22,8 +22,29 @@ def make(start_engine, model, max_queued_requests, **fields):
     return make_llm("process", 0.003, max_queued_requests=max_queued_requests,
                     **start_engine.keywords)
 module.AsyncLLM = make
+exec(sys.argv[1])
 from jaxpaged.cli import main
-sys.exit(main(["serve", "fake", "--port=0", "--admin-port=0", *sys.argv[1:]]))
+sys.exit(main(["serve", "fake", "--port=0", "--admin-port=0", *sys.argv[2:]]))
+"""
+# Texts that a thread tokenises, and constraints, are never ready; a line tells when it began.
+STUCK_MAKING = """
+import time
+import jaxpaged.request_maker as maker
+from helpers.byte_tokenizer import ByteTokenizer
+encode = ByteTokenizer.encode
+def be_stuck(*arguments):
+    print("stuck", flush=True)
+    time.sleep(1000)
+def stuck_encode(self, text, add_special_tokens=True):
+    if len(text) > 4096:
+        be_stuck()
+    return encode(self, text, add_special_tokens)
+def make_stuck(**options):
+    llm = make(**options)
+    llm._intake.maker._vocabulary = object()
+    return llm
+ByteTokenizer.encode, module.AsyncLLM = stuck_encode, make_stuck
+maker.grammar_of = be_stuck
 """
 _LOADING_CODE = """
 import asyncio, time
@@ -71,8 +92,9 @@ def loading_command() -> Generator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def serve_command(*flags: str) -> Generator[Command]:
-    process = _run(_CODE, *flags)
+def serve_command(*flags: str, prepare: str = "") -> Generator[Command]:
+    """A server that is ready; its process ran the code in `prepare` first."""
+    process = _run(_CODE, prepare, *flags)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -1,5 +1,6 @@
 """One interface, two places for the engine: both behave alike."""
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Generator
@@ -14,8 +15,9 @@ from helpers.requests import make_request
 from helpers.served_command import wait_until
 from helpers.served_engines import EXIT, RAISE, make_engine, solo_tokens
 
-from jaxpaged import errors
+from jaxpaged import errors, process_client
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import Engine
 from jaxpaged.engine_client import EngineClient, EngineState, ThreadEngineClient
 from jaxpaged.engine_messages import Failure, Stepped, decode_engine_message, encode
 from jaxpaged.outputs import RequestEnded, RequestStarted, SequenceOutput, StepOutputs
@@ -161,6 +163,36 @@ def test_an_engine_that_dies_comes_back_with_the_weights_it_had(tmp_path):
     client.submit(make_request("bad again", [EXIT], max_tokens=5))
     events.wait_for(lambda: len(events.deaths) == 2)
     assert isinstance(events.deaths[1], errors.EngineClosedError)
+    client.close()
+
+
+def _make_once(started: Path) -> Engine:
+    """The first engine loads; those after it die in their load."""
+    if started.exists():
+        os._exit(9)
+    started.touch()
+    return make_engine()
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["sound", "dies in its load"])
+def test_only_an_engine_that_was_ready_starts_the_count_of_restarts_anew(
+    loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """However long it loads: here every time is long enough to be sound."""
+    monkeypatch.setattr(process_client, "_SOUND_AFTER_S", 0.0)
+    make = make_engine if loads else partial(_make_once, tmp_path / "started")
+    events = Events()
+    client = ProcessEngineClient(
+        make, events.on_outputs, events.on_died, max_restarts=1, backoff_s=0.01
+    )
+    for number in range(3 if loads else 1):
+        client.submit(make_request(f"bad {number}", [EXIT], max_tokens=5))
+        events.wait_for(lambda n=number: len(events.deaths) > n)
+        wait_until(lambda: client.state is not EngineState.RESTARTING)
+    if loads:
+        assert client.state is EngineState.READY
+    else:
+        assert client.state is EngineState.CLOSED and len(events.deaths) == 2
     client.close()
 
 

@@ -9,6 +9,8 @@ from helpers.running_service import EOF, SERVING, Service, ask, run_service, tok
 from helpers.served_engines import hold_long_texts, long_text, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
+from jaxpaged.errors import ServerDrainingError
+from jaxpaged.server.grpc_errors import error_from_rpc
 from jaxpaged.v1 import admin_pb2
 from jaxpaged.v1 import inference_pb2 as pb
 
@@ -91,8 +93,9 @@ def test_usage_and_endings_of_a_stream_are_those_of_the_unary_call(llm: AsyncLLM
     run_service(llm, body)
 
 
-def test_what_is_still_tokenised_when_the_server_drains_is_refused(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_time", [True, False])
+def test_what_is_still_tokenised_when_the_server_drains_gets_the_grace_time(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, in_time: bool
 ):
     may_go = hold_long_texts(llm, monkeypatch)
 
@@ -102,12 +105,24 @@ def test_what_is_still_tokenised_when_the_server_drains_is_refused(
             service.stub.Stream(pb.StreamRequest(request=long_text())),
         ]
         await until(lambda: llm.live.num_queued == 2)
-        await service.admin.Drain(admin_pb2.DrainRequest())
-        may_go.set()
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError, match="draining") as caught:
-                await (tokens_of(call) if hasattr(call, "read") else call)
+        timeout = {"seconds": 50} if in_time else {"nanos": 50_000_000}
+        drain = service.admin.Drain(admin_pb2.DrainRequest(timeout=timeout))
+        answers: list[Any] = [tokens_of(call) if hasattr(call, "read") else call for call in calls]
+        if in_time:
+            await until(lambda: not service.server._state.takes_requests)
+            assert not drain.done()
+            may_go.set()
+            assert len((await answers[0]).completions[0].token_ids) == 2
+            assert len((await answers[1])[0]) == 2
+        for answer in [] if in_time else answers:  # the tokenizer has not let them go
+            with pytest.raises(grpc.aio.AioRpcError, match="server is stopping") as caught:
+                await answer
             assert caught.value.code() is CODE.UNAVAILABLE
+            assert isinstance(error_from_rpc(caught.value), ServerDrainingError)
+        response = await drain
+        may_go.set()
+        counts = response.finished_requests, response.aborted_requests
+        assert counts == ((2, 0) if in_time else (0, 2))
 
     try:
         run_service(llm, body)

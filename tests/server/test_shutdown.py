@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,19 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.served_command import Command, loading_command, serve_command, wait_until
+from helpers.served_command import (
+    STUCK_MAKING,
+    Command,
+    loading_command,
+    serve_command,
+    wait_until,
+)
 from helpers.served_engines import EXIT, solo_tokens
 
 from jaxpaged import errors
 from jaxpaged.client import Client
 from jaxpaged.outputs import Delta, Started
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import Constraint, SamplingParams
 from jaxpaged.server.lifecycle import EXIT_ENGINE_LOST
 from jaxpaged.v1 import admin_pb2, admin_pb2_grpc
 
@@ -76,6 +83,26 @@ def test_sigterm_ends_what_outlives_the_grace_time():
         command.process.send_signal(signal.SIGTERM)
         reader.join(20)
         assert isinstance(reader.error, errors.ServerDrainingError)
+        assert command.process.wait(20) == 0
+        command.wait_for_no_orphan()
+
+
+@pytest.mark.parametrize("what", ["text", "constraint"])
+def test_the_end_does_not_wait_for_what_is_still_made(what: str):
+    flags = ("--stop-grace-s=0.1",)
+    with (
+        serve_command(*flags, prepare=STUCK_MAKING) as command,
+        Client(command.address, retries=False) as client,
+        ThreadPoolExecutor(1) as caller,
+    ):
+        prompt = "x" * 5000 if what == "text" else "x"
+        constraint = Constraint(regex="a") if what == "constraint" else None
+        params = SamplingParams(constraint=constraint, max_tokens=2)
+        call = caller.submit(client.generate, [prompt], params)
+        assert command.process.stdout is not None
+        assert command.process.stdout.readline() == "stuck\n"
+        command.process.send_signal(signal.SIGTERM)
+        assert isinstance(call.exception(20), errors.ServerDrainingError)
         assert command.process.wait(20) == 0
         command.wait_for_no_orphan()
 
@@ -161,3 +188,22 @@ def test_drain_returns_when_what_runs_has_ended_or_the_time_is_over():
         assert readers[0].ids == solo_tokens([1, 2], 30)
         assert isinstance(readers[1].error, errors.ServerDrainingError)
         assert command.process.poll() is None, "drained, it waits for its signal"
+
+
+@pytest.mark.parametrize("timeout_s", [1, 1000])
+def test_a_drain_goes_on_to_its_timeout_when_its_caller_leaves(timeout_s: int):
+    with serve_command("--stall-timeout-s=1000") as command, Client(command.address) as client:
+        reader = Reader(client, [1, 2], 600)
+        command.engine.suspend()  # only the drain can end the request now
+        with grpc.insecure_channel(command.admin_address) as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            drain = admin.Drain.future(admin_pb2.DrainRequest(timeout={"seconds": timeout_s}))
+            wait_until(lambda: not is_serving(command))
+            drain.cancel()
+        if timeout_s == 1000:
+            command.engine.resume()
+        reader.join(20)
+        if timeout_s == 1000:
+            assert reader.error is None and reader.ids == solo_tokens([1, 2], 600)
+        else:
+            assert isinstance(reader.error, errors.ServerDrainingError)
