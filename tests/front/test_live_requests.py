@@ -21,7 +21,9 @@ def test_a_wake_counts_the_messages_that_it_sends(n: int, min_tokens: int, pause
         live = LiveRequests(cast(Any, None))
         live.max_messages_per_s = 10
         collector = Collector("r", make_request("0", [1], n=n, max_tokens=100), None)
-        live.add(collector, None)
+        async with live.arriving(None) as arrival:
+            pass
+        live.add(collector, arrival)
         events = collector.events(min_tokens_per_delta=min_tokens)
         step = [SequenceOutput("0", index, (5,)) for index in range(n)]
         live.deliver(StepOutputs(started=[RequestStarted("0", 1, 0)]))
