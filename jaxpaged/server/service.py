@@ -18,7 +18,7 @@ from jaxpaged.errors import (
     UnsupportedOptionError,
 )
 from jaxpaged.outputs import Accepted
-from jaxpaged.sampling_params import MAX_LOGPROBS, MAX_N
+from jaxpaged.sampling_params import MAX_LOGPROBS, MAX_N, Prompt, SamplingParams
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.request_size import check_prompt_size, check_size
 from jaxpaged.server.rpc import Call
@@ -45,9 +45,7 @@ class InferenceService:
         self._started_at = datetime.now(UTC)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
-        llm = self._admit(request, call)
-        prompt = await _read(prompt_from_proto, request)
-        params = await _read(params_from_proto, request)
+        llm, prompt, params = await self._take(request, call)
         output = await llm.generate(
             prompt,
             params,
@@ -62,9 +60,7 @@ class InferenceService:
         self, request: pb.StreamRequest, call: Call
     ) -> AsyncGenerator[pb.StreamResponse]:
         source = request.request
-        llm = self._admit(source, call)
-        prompt = await _read(prompt_from_proto, source)
-        params = await _read(params_from_proto, source)
+        llm, prompt, params = await self._take(source, call)
         events = llm.stream_events(
             prompt,
             params,
@@ -128,6 +124,16 @@ class InferenceService:
         response.max_logprobs = MAX_LOGPROBS
         response.max_request_bytes = self._config.max_request_bytes
         return response
+
+    async def _take(
+        self, request: pb.GenerateRequest, call: Call
+    ) -> tuple["AsyncLLM", Prompt, SamplingParams]:
+        """The model, and what it is asked for."""
+        llm = self._admit(request, call)
+        prompt = await _read(prompt_from_proto, request)
+        params = await _read(params_from_proto, request)
+        self._state.admit()  # again: a large request took its time, and a drain may have begun
+        return llm, prompt, params
 
     def _admit(self, request: pb.GenerateRequest, call: Call) -> "AsyncLLM":
         """Checks what only the wire has, and settles the request id."""
