@@ -121,8 +121,10 @@ def test_a_deadline_that_passes_does_not_hide_the_change(llm: AsyncLLM, tmp_path
     update = admin_pb2.UpdateWeightsRequest(checkpoint_path=str(tmp_path), weights_version=version)
 
     async def body(service: Service) -> None:
-        running = service.stub.Generate(ask([STALL], 600))
-        await until(lambda: len(llm.live) == 1)
+        stalling = ask([STALL], 600)
+        stalling.request_id = "stalling"
+        running = service.stub.Generate(stalling)
+        await until(lambda: "stalling" in llm.live)  # the engine has it
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.admin.UpdateWeights(update, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
