@@ -104,7 +104,7 @@ class Collector:
         if self._observer is not None and sequence.finish_reason is not None:
             self._observer.on_sequence_ended(sequence.finish_reason)
         # A first token goes at once, others when the front sees fit or before they are too many.
-        is_urgent = not sequence.was_told or self._is_filling
+        is_urgent = not sequence.was_told or self._is_filling(sequence)
         if self.is_streamed and is_urgent and self._is_due(sequence):
             self.wake_reader()
         return stopped
@@ -136,16 +136,14 @@ class Collector:
     def is_behind(self) -> bool:
         """Whether the reader has left more tokens than it may; none where it waits for more."""
         limit = self.max_pending_tokens
-        return limit is not None and not self._is_reader_waiting and self._num_pending > limit
+        if limit is None or self._is_reader_waiting:
+            return False
+        return sum(len(sequence.token_ids) for sequence in self._sequences) > limit
 
-    @property
-    def _is_filling(self) -> bool:
+    def _is_filling(self, sequence: SequenceAnswer) -> bool:
+        """Whether it has more than half of its share of what may be pending."""
         limit = self.max_pending_tokens
-        return limit is not None and 2 * self._num_pending > limit
-
-    @property
-    def _num_pending(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self._sequences)
+        return limit is not None and 2 * len(sequence.token_ids) * len(self._sequences) > limit
 
     def _time_tokens(self, sequence: SequenceAnswer, num_tokens: int) -> None:
         if self._first_token_s is None:
