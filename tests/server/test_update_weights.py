@@ -10,7 +10,7 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 from helpers.running_service import EOF, Service, ask, run_service, until
-from helpers.served_engines import STALL
+from helpers.served_engines import STALL, STALL_S
 from helpers.tiny_models import hf_config, random_checkpoint, tiny_config
 from safetensors.numpy import save_file
 
@@ -121,10 +121,8 @@ def test_a_deadline_that_passes_does_not_hide_the_change(llm: AsyncLLM, tmp_path
     update = admin_pb2.UpdateWeightsRequest(checkpoint_path=str(tmp_path), weights_version=version)
 
     async def body(service: Service) -> None:
-        stalling = ask([STALL], 600)
-        stalling.request_id = "stalling"
-        running = service.stub.Generate(stalling)
-        await until(lambda: "stalling" in llm.live)  # the engine has it
+        running = service.stub.Generate(ask([STALL], 600))
+        await until_stuck(llm)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.admin.UpdateWeights(update, timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -134,3 +132,13 @@ def test_a_deadline_that_passes_does_not_hide_the_change(llm: AsyncLLM, tmp_path
         assert info.weights_version == version
 
     run_service(llm, body)
+
+
+async def until_stuck(llm: AsyncLLM) -> None:
+    """Until the engine does not answer, for it is in a step that stalls."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await asyncio.wait_for(llm.stats(), STALL_S / 10)
+            except TimeoutError:
+                return
