@@ -1,5 +1,6 @@
 """UpdateWeights: a real model takes other weights without a compile, and who runs is told."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
-from helpers.running_service import EOF, Service, ask, run_service, until
+from helpers.running_service import EOF, Service, ask, run_service
 from helpers.served_engines import STALL, STALL_S
 from helpers.tiny_models import hf_config, random_checkpoint, tiny_config
 from safetensors.numpy import save_file
