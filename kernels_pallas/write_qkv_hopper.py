@@ -208,8 +208,9 @@ def _program(
             else:
                 target(slot, 1)[...] = row
 
+        # A narrower row leaves threads without an element, which no layout has.
         fills_warpgroup = 2 * shape.half % WARPGROUP == 0
-        if not shape.has_runs:
+        if not shape.has_runs:  # all is loaded before the first branch: no row waits for another
             idxs = [begin + i for i in range(size)]
             slots = [slots_sm[i] for i in idxs]
             rows = [load_row(i) if fills_warpgroup else None for i in idxs]
