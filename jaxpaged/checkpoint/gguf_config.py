@@ -28,7 +28,7 @@ _MATHS_OPTIONS = {
     "residual_scale": "residual_multiplier",
 }
 # general.file_type: 0 is all float32, 1 mostly float16; the rest is quantised or bfloat16.
-_DTYPES = {0: "float32", 1: "float16"}
+_DTYPES: dict[int | None, str] = {0: "float32", 1: "float16"}
 
 
 def to_hf_config(
@@ -81,9 +81,9 @@ def to_hf_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
-        "bos_token_id": _token_id(metadata, "bos_token_id"),
+        "bos_token_id": _integer(metadata, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_token_ids(metadata),
-        "torch_dtype": _DTYPES.get(_file_type(metadata), "bfloat16"),
+        "torch_dtype": _DTYPES.get(_integer(metadata, "general.file_type", 0), "bfloat16"),
     }
     for key, name in _MATHS_OPTIONS.items():
         if f"{architecture}.{key}" in metadata:
@@ -111,22 +111,16 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _file_type(metadata: Mapping[str, Any]) -> int:
-    value = metadata.get("general.file_type", 0)
-    if type(value) is not int:
-        raise CheckpointError(f"general.file_type={value!r:.80} must be an integer")
-    return value
-
-
-def _token_id(metadata: Mapping[str, Any], key: str) -> int | None:
-    value = metadata.get(f"tokenizer.ggml.{key}")
+def _integer(metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    value = metadata.get(name, default)
     if value is not None and type(value) is not int:
-        raise CheckpointError(f"tokenizer.ggml.{key}={value!r:.80} must be an integer")
+        raise CheckpointError(f"{name}={value!r:.80} must be an integer")
     return value
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> int | list[int] | None:
-    ids = [_token_id(metadata, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [_integer(metadata, f"tokenizer.ggml.{key}") for key in keys]
     ids = list(dict.fromkeys(i for i in ids if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
 
