@@ -29,6 +29,11 @@ HEAD_NAME = "lm_head.weight"
 MAX_WIDE_TOKENS = 64
 
 
+def hidden_dtype(num_tokens: int, dtype: DTypeLike) -> DTypeLike:
+    """What x is between the layers of a step, and what the last one gives."""
+    return jnp.float32 if num_tokens <= MAX_WIDE_TOKENS else dtype
+
+
 class DecoderLayer(nnx.Module):
     """Attention, then MLP, each on the normed input and added to it."""
 
@@ -92,8 +97,7 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "num_tokens hidden_size"], RopeTables]:
         """What the first layer gets: float32 in steps of at most MAX_WIDE_TOKENS."""
         x = self.embedding(token_ids, axis_name=axis_name)
-        if x.shape[0] <= MAX_WIDE_TOKENS:
-            x = x.astype(jnp.float32)
+        x = x.astype(hidden_dtype(x.shape[0], x.dtype))
         return x, rope_tables(self.rope, self.head_dim, positions)
 
     def logits(

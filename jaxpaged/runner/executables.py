@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged.models.llama import MAX_WIDE_TOKENS
+from jaxpaged.models.llama import hidden_dtype
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout
@@ -225,8 +225,7 @@ class Executables:
         config = structure.config
         logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
         num_hidden = 0 if bucket.is_decode else bucket.num_tokens
-        is_wide = bucket.num_tokens <= MAX_WIDE_TOKENS
-        dtype = np.float32 if is_wide else structure.dtype
+        dtype = hidden_dtype(bucket.num_tokens, structure.dtype)
         hidden = jax.ShapeDtypeStruct((num_hidden, config.hidden_size), dtype)
         words = self._int32(NUM_SAMPLE_WORDS, rows)
         return jax.tree.map(self._replicate, (logits, words, hidden))
