@@ -130,8 +130,7 @@ class InferenceService:
     ) -> tuple["AsyncLLM", Prompt, SamplingParams]:
         """The model, and what it is asked for."""
         llm = self._admit(request, call)
-        prompt = await _read(prompt_from_proto, request)
-        params = await _read(params_from_proto, request)
+        prompt, params = await _read(_prompt_and_params, request)
         self._state.admit()  # again: a large request took its time, and a drain may have begun
         return llm, prompt, params
 
@@ -162,6 +161,10 @@ class InferenceService:
         if model not in ("", llm.info.model):
             raise ModelNotFoundError(f"{model=} is not loaded; this server has {llm.info.model!r}")
         return llm
+
+
+def _prompt_and_params(request: pb.GenerateRequest) -> tuple[Prompt, SamplingParams]:
+    return prompt_from_proto(request), params_from_proto(request)
 
 
 async def _read[M: Message, T](convert: Callable[[M], T], message: M) -> T:
