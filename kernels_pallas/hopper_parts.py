@@ -14,7 +14,7 @@ LOG2E = math.log2(math.e)
 NEVER = -1e30  # below every score, and finite: -inf less NEVER is -inf, never NaN
 SMALL = 1e-30  # what rows that saw no key divide their zeros by
 WARPGROUP = 128  # threads
-MMA_ROWS = 64  # queries of one warpgroup's matrix instruction
+MMA_ROWS = 64  # of one warpgroup's matrix instruction
 
 
 def mma_accumulator(rows: int, columns: int) -> plgpu.WGMMAAccumulatorRef:

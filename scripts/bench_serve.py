@@ -36,7 +36,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Times a server as its clients see it.")
     parser.add_argument("address", nargs="?", help="HOST:PORT of a server that runs")
     parser.add_argument(
-        "--quick", action="store_true", help="Stream against in-process, 64 streams"
+        "--quick",
+        action="store_true",
+        help="Stream against in-process, in fixed rounds: of the options only --concurrency counts",
     )
     parser.add_argument("--trace", choices=["mixed"], help="Stream against in-process, 256 streams")
     parser.add_argument(
