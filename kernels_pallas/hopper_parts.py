@@ -26,13 +26,14 @@ def swizzled_smem(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory in the layout that the matrix unit reads and a TMA box writes.
 
     Args:
-      shape: the last axis is 32 wide, or a multiple of 64.
+      shape: the last axis has 64 bytes, or a multiple of 128.
     """
-    columns = min(shape[-1], 64)
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = min(shape[-1], 128 // itemsize)
     # pyright takes JAX's transforms for abstract.
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(2 * columns)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, columns)), swizzle(itemsize * columns)))
 
 
 def interpreted_options(interpret: plgpu.InterpretGPUParams | None) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Values in a narrow type to twice its precision: as sums of terms of that type.
+
+A product's operand has the type of the weights. One term is the value rounded; of two, the second
+is what rounding took from the first (Dekker, 1971). While reading weights takes longer than
+multiplying does, as it does for few rows, a product with two terms takes no more time.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+
+def num_terms(wide: DTypeLike, narrow: DTypeLike) -> int:
+    """How many terms of one type stand for a value of another: 1 where both are the same."""
+    return 2 if jnp.finfo(wide).bits > jnp.finfo(narrow).bits else 1
+
+
+def in_terms(
+    x: Float[Array, "*shape"], dtype: DTypeLike, num_terms: int
+) -> Float[Array, "num_terms *shape"]:
+    """Terms of `dtype` whose sum is x.
+
+    Args:
+      num_terms: 1 or 2.
+    """
+    if num_terms == 1:
+        return x.astype(dtype)[None]
+    assert num_terms == 2, f"{num_terms=}"
+    info = jnp.finfo(dtype)
+    # why not joined from two arrays: XLA's GPU fusions end at a concatenation
+    x = jnp.broadcast_to(x.astype(jnp.float32), (2, *x.shape))
+    # why not a cast there and back: XLA takes that for nothing
+    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    is_first = lax.broadcasted_iota(jnp.int32, x.shape, 0) == 0
+    return jnp.where(is_first, rounded, x - rounded).astype(dtype)
+
+
+def sum_of(terms: Float[Array, "num_terms *shape"]) -> Float32[Array, "*shape"]:
+    """What the terms stand for."""
+    return jnp.sum(terms, axis=0, dtype=jnp.float32)
