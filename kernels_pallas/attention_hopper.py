@@ -115,7 +115,7 @@ def qkv_attention(
         has_runs=not metadata.is_decode_step,
         interpret=interpret,
     )
-    return attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
+    return attend(q[0], group, pool, layer, metadata, options, sinks, tuning, interpret), pool
 
 
 def attend(

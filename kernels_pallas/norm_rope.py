@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 
@@ -23,18 +24,18 @@ class HeadNorms(NamedTuple):
 
 
 def rms_norm(
-    x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float
+    x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float, dtype: DTypeLike
 ) -> Float[Array, "*rows size"]:
     """Divides by the root mean square over the last axis; float32 inside, rounded once at the end.
 
-    Returns:
-      In the dtype of `scale`.
+    Args:
+      dtype: of the result.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + eps)
     wide_scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
-    return (normed * wide_scale).astype(scale.dtype)
+    return (normed * wide_scale).astype(dtype)
 
 
 def apply_rope(
@@ -56,7 +57,7 @@ def split_heads(
     Float[Array, "num_tokens num_kv_heads head_dim"],
     Float[Array, "num_tokens num_kv_heads head_dim"],
 ]:
-    """Queries and keys, normed and turned, and values.
+    """Queries and keys, normed and turned, and values: in the dtype of `heads`, rounded to it.
 
     Args:
       heads: of each KV head its queries, its key, its value.
@@ -64,5 +65,6 @@ def split_heads(
     q = heads[:, :, :-2].reshape(heads.shape[0], -1, heads.shape[3])
     k, v = heads[:, :, -2], heads[:, :, -1]
     if norms is not None:
-        q, k = rms_norm(q, norms.q_scale, norms.eps), rms_norm(k, norms.k_scale, norms.eps)
+        q = rms_norm(q, norms.q_scale, norms.eps, heads.dtype)
+        k = rms_norm(k, norms.k_scale, norms.eps, heads.dtype)
     return apply_rope(q, rope), apply_rope(k, rope), v

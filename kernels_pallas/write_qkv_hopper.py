@@ -5,10 +5,12 @@ A program takes one head of up to MMA_ROWS tokens: queries and keys are normed a
 into their slots: a run of tokens in one copy, others through registers, for a copy takes 0.14 us to
 issue. In small steps several programs share the tokens of a head. XLA needs six kernels for all of
 this, the scatter the slowest.
+
+Heads of a wider type than the pool's are rounded once: keys and values on their way to their slots,
+and queries not even then, for they leave as terms (`terms.py`).
 """
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,39 +20,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper_parts import (
-    MMA_ROWS,
-    WARPGROUP,
-    interpreted_options,
-    swizzled_smem,
-)
+from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_smem
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
+from kernels_pallas.terms import num_terms
+from kernels_pallas.write_parts_hopper import RUN, Work, WriteRefs, WriteShape
+from kernels_pallas.write_slots_hopper import write_slots
 
-RUN = 16  # tokens in slots side by side that leave in one copy: divides every block size
 MAX_PROGRAMS = 264  # that run at once on an H200: registers leave room for two a multiprocessor
 MAX_EARLY = 64  # tokens of a step whose programs ask for angles before they wait for heads
 
 
-@dataclass(frozen=True)
-class _Shape:
-    group: int  # query heads a KV head
-    q_rows: int  # rows of the output a KV head
-    half: int  # of head_dim
-    block_size: int
-    num_tokens: int
-    box: int  # tokens that one TMA box takes
-    parts: int  # programs that share the keys or values of one head and tile
-    loads_early: bool
-    has_runs: bool
-    eps: float | None  # None: no norms
-    dtype: jnp.dtype
-
-
 def can_write(heads: Any, pool: KVPool) -> bool:
-    """Whether the kernel takes these arrays: heads as wide as the pool's lanes, 64 or 128."""
+    """Whether the kernel takes these arrays: heads as wide as the pool's lanes, 64 or 128.
+
+    They are float32 or of the pool's type.
+    """
     is_wide_enough = heads.shape[3] == pool.lanes and pool.lanes in (64, 128)
-    return is_wide_enough and heads.dtype == pool.dtype and pool.block_size % RUN == 0
+    is_precise_enough = heads.dtype in (pool.dtype, jnp.float32)
+    return is_wide_enough and is_precise_enough and pool.block_size % RUN == 0
 
 
 def write_qkv(
@@ -64,11 +52,11 @@ def write_qkv(
     q_rows: int,
     has_runs: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "num_tokens num_kv_heads_x_q_rows head_dim"], KVPool]:
+) -> tuple[Float[Array, "num_terms num_tokens num_kv_heads_x_q_rows head_dim"], KVPool]:
     """Norms, turns, and writes the keys and values of one layer into their slots, in place.
 
     Args:
-      heads: of each KV head its queries, its key, its value.
+      heads: of each KV head its queries, its key, its value. `can_write` must hold.
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
       slot_mapping: tokens whose slot is in the null block are padding, and not written.
       q_rows: rows of the queries returned for each KV head, at least as many as its queries; what
@@ -78,7 +66,7 @@ def write_qkv(
       interpret: run on the CPU.
 
     Returns:
-      The queries, and the pool.
+      The queries in terms of the pool's type, one where heads have it too; and the pool.
     """
     num_tokens, num_kv_heads, group_and_2, head_dim = heads.shape
     multiple = 8 if interpret is None else MMA_ROWS  # the interpreter has no boxes past the end
@@ -88,7 +76,7 @@ def write_qkv(
     cos, sin, slots = (
         _pad_tokens(x, num_tiles * MMA_ROWS) for x in (rope.cos, rope.sin, slot_mapping)
     )
-    shape = _Shape(
+    shape = WriteShape(
         group=group_and_2 - 2,
         q_rows=q_rows,
         half=head_dim // 2,
@@ -99,18 +87,23 @@ def write_qkv(
         loads_early=num_tokens <= MAX_EARLY,
         has_runs=has_runs,
         eps=None if norms is None else norms.eps,
-        dtype=heads.dtype,
+        heads_dtype=heads.dtype,
+        dtype=pool.dtype,
+        num_terms=num_terms(heads.dtype, pool.dtype),
     )
-    scales = (jnp.ones(head_dim, heads.dtype),) * 2 if norms is None else norms[:2]
-    half_tile = (MMA_ROWS, shape.half)
+    scales = (jnp.ones(head_dim, pool.dtype),) * 2 if norms is None else norms[:2]
+    halves = (2, MMA_ROWS, shape.half)
+    terms = swizzled_smem((shape.num_terms, *halves), pool.dtype)
+    q_shape = (shape.num_terms, padded, num_kv_heads * q_rows, head_dim)
     kernel = plgpu.kernel(
-        functools.partial(_program, shape=shape),
-        out_type=jax.ShapeDtypeStruct((padded, num_kv_heads * q_rows, head_dim), heads.dtype),
+        lambda *refs: _program(WriteRefs(*refs), shape),
+        out_type=jax.ShapeDtypeStruct(q_shape, pool.dtype),
         grid=(num_tiles, num_kv_heads * (shape.group + 2 * shape.parts)),
         grid_names=("tile", "part"),
         scratch_types=(
-            swizzled_smem((2, *half_tile), heads.dtype),
-            plgpu.SMEM((MMA_ROWS, head_dim), heads.dtype),
+            swizzled_smem(halves, heads.dtype),
+            plgpu.SMEM((MMA_ROWS, head_dim), pool.dtype),
+            None if heads.dtype == pool.dtype else terms,
             plgpu.SMEM((MMA_ROWS,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
         ),
@@ -126,7 +119,7 @@ def write_qkv(
     data = jax.new_ref(pool.data)
     first = jnp.asarray(first_row, jnp.int32).reshape(1)
     q = kernel(heads, cos, sin, *scales, slots, first, data)
-    return q[:num_tokens], replace(pool, data=jax.freeze(data))
+    return q[:, :num_tokens], replace(pool, data=jax.freeze(data))
 
 
 def _num_parts(num_tokens: int, num_groups: int, group: int) -> int:
@@ -146,145 +139,68 @@ def _pad_tokens(array: Array, num_tokens: int) -> Array:
     return jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)]) if missing else array
 
 
-def _program(
-    heads_ref,  # [num_tokens, heads, head_dim] GMEM
-    cos_ref,  # f32[tiles * MMA_ROWS, half] GMEM
-    sin_ref,  # f32[tiles * MMA_ROWS, half] GMEM
-    q_scale_ref,  # [head_dim] GMEM
-    k_scale_ref,  # [head_dim] GMEM
-    slots_ref,  # i32[tiles * MMA_ROWS] GMEM
-    first_row_ref,  # i32[1] GMEM
-    pool_ref,  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
-    q_ref,  # [num_tokens, kv heads * q_rows, head_dim] GMEM
-    halves_sm,  # [2, MMA_ROWS, half] SMEM
-    rows_sm,  # [MMA_ROWS, head_dim] SMEM, unswizzled: single rows can leave it
-    slots_sm,  # i32[MMA_ROWS] SMEM
-    there,
-    *,
-    shape: _Shape,
-):
-    # Of each KV head a program a query head, then `parts` for its key, then as many for its value.
-    group, parts = jnp.int32(shape.group), jnp.int32(shape.parts)
-    index, per_kv_head = lax.axis_index("part"), group + 2 * parts
-    kv_head, index = lax.div(index, per_kv_head), lax.rem(index, per_kv_head)
-    part = lax.rem(index - group, parts)
-    kind = jnp.where(index < group, index, group + lax.div(index - group, parts))
-    head, first_token = kv_head * (group + 2) + kind, lax.axis_index("tile") * MMA_ROWS
-    halves = [pl.ds(i * shape.half, shape.half) for i in range(2)]
-    for i, half in enumerate(halves):
+def _program(refs: WriteRefs, shape: WriteShape):
+    work = Work(shape)
+    for i, half in enumerate(shape.halves):
         plgpu.copy_gmem_to_smem(
-            heads_ref.at[pl.ds(first_token, shape.box), head, half],
-            halves_sm.at[i, pl.ds(0, shape.box)],
-            there,
+            refs.heads_ref.at[pl.ds(work.first_token, shape.box), work.head, half],
+            refs.halves_sm.at[i, pl.ds(0, shape.box)],
+            refs.there,
         )
-    plgpu.copy_gmem_to_smem(slots_ref.at[pl.ds(first_token, MMA_ROWS)], slots_sm, there)
+    slots = refs.slots_ref.at[pl.ds(work.first_token, MMA_ROWS)]
+    plgpu.copy_gmem_to_smem(slots, refs.slots_sm, refs.there)
 
-    def load(i):
-        return plgpu.load(halves_sm.at[i], layout=plgpu.Layout.WGMMA)
-
-    def write_rows(first, second, plane: int):
-        for half, values in zip(halves, (first, second), strict=True):
-            rows_sm[:, half] = values
-        plgpu.commit_smem()
-        size = MMA_ROWS // shape.parts
-        begin = part * size
-        end = jnp.minimum(begin + size, shape.num_tokens - first_token)
-
-        def target(slot, num_tokens: int):
-            block = lax.div(slot, jnp.int32(shape.block_size))
-            tokens = pl.ds(lax.rem(slot, jnp.int32(shape.block_size)), num_tokens)
-            return pool_ref.at[first_row_ref[0] + block, plane, kv_head, tokens]
-
-        def is_real(slot):
-            return slot >= shape.block_size  # others are in the null block
-
-        def load_row(i):
-            layout = plgpu.Layout.WG_STRIDED((1, 2 * shape.half), vec_size=1)
-            return plgpu.load(rows_sm.at[pl.ds(i, 1)], layout=layout)
-
-        def store_row(i, slot, row):
-            if row is None:
-                plgpu.copy_smem_to_gmem(rows_sm.at[pl.ds(i, 1)], target(slot, 1))
-            else:
-                target(slot, 1)[...] = row
-
-        # A narrower row leaves threads without an element, which no layout has.
-        fills_warpgroup = 2 * shape.half % WARPGROUP == 0
-        if not shape.has_runs:  # all is loaded before the first branch: no row waits for another
-            idxs = [begin + i for i in range(size)]
-            slots = [slots_sm[i] for i in idxs]
-            rows = [load_row(i) if fills_warpgroup else None for i in idxs]
-            for i, slot, row in zip(idxs, slots, rows, strict=True):
-                pl.when(is_real(slot) & (i < end))(functools.partial(store_row, i, slot, row))
-            return
-
-        def write_next(i):
-            slot = slots_sm[i]
-            # Both ends in one block are of one row, and so is all that lies between.
-            last = slots_sm[jnp.minimum(i + (RUN - 1), MMA_ROWS - 1)]
-            starts_run = lax.rem(slot, jnp.int32(RUN)) == 0
-            is_run = starts_run & (last == slot + (RUN - 1)) & (i + RUN <= end)
-
-            @pl.when(is_real(slot) & is_run)
-            def _():
-                plgpu.copy_smem_to_gmem(rows_sm.at[pl.ds(i, RUN)], target(slot, RUN))
-
-            @pl.when(is_real(slot) & jnp.logical_not(is_run))
-            def _():
-                store_row(i, slot, load_row(i) if fills_warpgroup else None)
-
-            return i + jnp.where(is_run, RUN, 1)
-
-        lax.while_loop(lambda i: i < end, write_next, begin)
-
-    @pl.when(kind == group + 1)
+    @pl.when(work.kind == shape.group + 1)
     def _value():
-        plgpu.barrier_wait(there)
-        write_rows(load(0), load(1), plane=1)
+        plgpu.barrier_wait(refs.there)
+        write_slots(refs, work, shape, _load_halves(refs, shape.dtype), plane=1)
 
-    @pl.when(kind <= group)
+    @pl.when(work.kind <= shape.group)
     def _query_or_key():
-        def load_angles():
-            tokens = pl.ds(first_token, MMA_ROWS)
-            return [
-                plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
-                for ref in (cos_ref, sin_ref)
-            ]
+        terms = [_in_terms(half, shape) for half in _normed_and_turned(refs, work, shape)]
 
-        # In a small step one program's time counts, in others how many there is room for.
-        angles = load_angles() if shape.loads_early else None
-        scales = []
-        if shape.eps is not None:
-            is_key = jnp.where(kind == group, 1.0, 0.0)
-            scales = [
-                _load_row(k_scale_ref.at[half]) * is_key
-                + _load_row(q_scale_ref.at[half]) * (1.0 - is_key)
-                for half in halves
-            ]
-        plgpu.barrier_wait(there)
-        first, second = load(0).astype(jnp.float32), load(1).astype(jnp.float32)
-        if shape.eps is not None:
-            first, second = _norm(first, second, scales, shape)
-        cos, sin = angles or load_angles()
-        turned = (first * cos - second * sin).astype(shape.dtype)
-        other = (second * cos + first * sin).astype(shape.dtype)
-
-        @pl.when(kind == group)
+        @pl.when(work.kind == shape.group)
         def _key():
-            write_rows(turned, other, plane=0)
+            write_slots(refs, work, shape, [half[0] for half in terms], plane=0)
 
-        @pl.when(kind < group)
+        @pl.when(work.kind < shape.group)
         def _query():
-            plgpu.commit_smem()  # all have read what is written now
-            for i, (half, values) in enumerate(zip(halves, (turned, other), strict=True)):
-                halves_sm[i] = values
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    halves_sm.at[i, pl.ds(0, shape.box)],
-                    q_ref.at[pl.ds(first_token, shape.box), kv_head * shape.q_rows + kind, half],
-                )
+            _write_query(refs, work, shape, terms)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _load_halves(refs: WriteRefs, dtype: jnp.dtype) -> list[Any]:
+    layout = plgpu.Layout.WGMMA
+    return [plgpu.load(refs.halves_sm.at[i], layout=layout).astype(dtype) for i in range(2)]
+
+
+def _normed_and_turned(refs: WriteRefs, work: Work, shape: WriteShape) -> tuple[Any, Any]:
+    """The halves of a program's queries or keys, float32. Waits for the heads."""
+
+    def load_angles():
+        tokens = pl.ds(work.first_token, MMA_ROWS)
+        return [
+            plgpu.load(ref.at[tokens], layout=plgpu.Layout.WGMMA, optimized=False)
+            for ref in (refs.cos_ref, refs.sin_ref)
+        ]
+
+    # In a small step one program's time counts, in others how many there is room for.
+    angles = load_angles() if shape.loads_early else None
+    scales = []
+    if shape.eps is not None:
+        is_key = jnp.where(work.kind == shape.group, 1.0, 0.0)
+        scales = [
+            _load_row(refs.k_scale_ref.at[half]) * is_key
+            + _load_row(refs.q_scale_ref.at[half]) * (1.0 - is_key)
+            for half in shape.halves
+        ]
+    plgpu.barrier_wait(refs.there)
+    first, second = _load_halves(refs, jnp.dtype(jnp.float32))
+    if shape.eps is not None:
+        first, second = _norm(first, second, scales, shape)
+    cos, sin = angles or load_angles()
+    return first * cos - second * sin, second * cos + first * sin
 
 
 def _load_row(ref):
@@ -293,14 +209,42 @@ def _load_row(ref):
     return plgpu.load(ref, layout=by_column, optimized=False).astype(jnp.float32)
 
 
-def _norm(first, second, scales, shape: _Shape):
-    """RMS norm of two halves, each with its part of the scale, rounded as `rms_norm` rounds."""
+def _norm(first, second, scales, shape: WriteShape):
+    """RMS norm of two halves, each with its part of the scale, rounded as `split_heads` rounds."""
     square = (first * first).sum(axis=1) + (second * second).sum(axis=1)
     factor = lax.rsqrt(square * (0.5 / shape.half) + shape.eps)
     factor = lax.broadcast_in_dim(factor, first.shape, [0])
 
     def scaled(x, scale):
         scale = lax.broadcast_in_dim(scale, x.shape, [1])
-        return (x * factor * scale).astype(shape.dtype).astype(jnp.float32)
+        return (x * factor * scale).astype(shape.heads_dtype).astype(jnp.float32)
 
     return scaled(first, scales[0]), scaled(second, scales[1])
+
+
+def _in_terms(x, shape: WriteShape) -> list[Any]:
+    """As `terms.in_terms`, of registers: a cast there and back is one here."""
+    first = x.astype(shape.dtype)
+    if shape.num_terms == 1:
+        return [first]
+    return [first, (x - first.astype(jnp.float32)).astype(shape.dtype)]
+
+
+def _write_query(refs: WriteRefs, work: Work, shape: WriteShape, terms: list[list[Any]]) -> None:
+    """Starts the copies of a tile of one head's queries.
+
+    Args:
+      terms: of each half.
+    """
+    if refs.terms_sm is None:
+        plgpu.commit_smem()  # all have read what is written now
+    tokens = pl.ds(work.first_token, shape.box)
+    row = work.kv_head * shape.q_rows + work.kind
+    for term in range(shape.num_terms):
+        out_sm = refs.halves_sm if refs.terms_sm is None else refs.terms_sm.at[term]
+        for i, half in enumerate(shape.halves):
+            out_sm[i] = terms[i][term]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                out_sm.at[i, pl.ds(0, shape.box)], refs.q_ref.at[term, tokens, row, half]
+            )

@@ -52,7 +52,8 @@ class RMSNorm(nnx.Module):
         self.scale = _parameter(rngs, (size,), dtype, init_scale=0.1, init_mean=1.0)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        return rms_norm(x, self.scale[...], self.eps)
+        scale = self.scale[...]
+        return rms_norm(x, scale, self.eps, scale.dtype)
 
 
 class Linear(nnx.Module):

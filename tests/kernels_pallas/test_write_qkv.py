@@ -1,6 +1,6 @@
 """The kernel from the qkv product to the pool, interpreted: against `split_heads` and a scatter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import write_qkv_hopper
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool
+from kernels_pallas.terms import num_terms, sum_of
 from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import can_write, write_qkv
 
 NUM_BLOCKS, LAYER = 12, 1
+TERMS_ERROR = 2e-5  # of a query in two terms, which have 16 bits; one has 8, or 11 of float16
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
       before_run: tokens before them.
       has_runs: what the kernel is told of that.
       max_programs: as many as may run at once, which says how many share a head's tokens.
+      heads_dtype: None = the pool's.
     """
 
     num_tokens: int
@@ -44,13 +47,14 @@ class Case:
     max_programs: int = write_qkv_hopper.MAX_PROGRAMS
     block_size: int = 16
     dtype: Any = jnp.bfloat16
+    heads_dtype: Any = None
 
     def arguments(self) -> tuple:
         rng = np.random.default_rng(0)
         shape = (self.num_tokens, self.num_kv_heads, self.group + 2, self.head_dim)
 
-        def draw(*shape: int) -> jax.Array:
-            return jnp.asarray(rng.standard_normal(shape), self.dtype)
+        def draw(*shape: int, dtype: Any = None) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape), dtype or self.dtype)
 
         angles = rng.uniform(0, 100, (self.num_tokens, self.head_dim // 2))
         rope = RopeTables(
@@ -67,9 +71,11 @@ class Case:
         slots[self.num_tokens - self.num_padding :] = 3
         pool = KVPool(draw(*pool_shape), 2, self.head_dim)
         slots = jnp.asarray(slots, jnp.int32)
-        return draw(*shape), norms if self.has_norms else None, rope, pool, slots
+        heads = draw(*shape, dtype=self.heads_dtype)
+        return heads, norms if self.has_norms else None, rope, pool, slots
 
     def run(self) -> tuple[jax.Array, KVPool]:
+        """The terms of the queries, and the pool."""
         heads, norms, rope, pool, slots = self.arguments()
         with patch.object(write_qkv_hopper, "MAX_PROGRAMS", self.max_programs):
             q, pool = write_qkv(
@@ -83,14 +89,20 @@ class Case:
                 has_runs=self.has_runs,
                 interpret=plgpu.InterpretGPUParams(detect_races=True),
             )
-        q = q.reshape(self.num_tokens, self.num_kv_heads, self.q_rows, self.head_dim)
-        q = q[:, :, : self.group].reshape(self.num_tokens, -1, self.head_dim)
+        q = q.reshape(-1, self.num_tokens, self.num_kv_heads, self.q_rows, self.head_dim)
+        q = q[..., : self.group, :].reshape(len(q), self.num_tokens, -1, self.head_dim)
         return jax.block_until_ready((q, pool))
 
     def expected(self) -> tuple[jax.Array, KVPool]:
         heads, norms, rope, pool, slots = self.arguments()
         q, k, v = split_heads(heads, norms, rope)
-        return q, write_kv(pool, LAYER, k, v, slots)
+        return q, write_kv(pool, LAYER, k.astype(pool.dtype), v.astype(pool.dtype), slots)
+
+
+def assert_close(actual: jax.Array, expected: jax.Array, error: float) -> None:
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=error, atol=error
+    )
 
 
 def assert_one_rounding_apart(actual: jax.Array, expected: jax.Array) -> None:
@@ -98,15 +110,13 @@ def assert_one_rounding_apart(actual: jax.Array, expected: jax.Array) -> None:
 
     So may a normed value, which is about 1, and the turn may leave a small difference of two.
     """
-    ulp = float(jnp.finfo(expected.dtype).eps)
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=ulp, atol=ulp
-    )
+    assert_close(actual, expected, float(jnp.finfo(expected.dtype).eps))
 
 
 DECODE = Case(8, 2, 2, 128, q_rows=8, num_padding=2, has_runs=False)
 # Of 40 tokens 32 are two runs, which two of four programs copy whole.
 RUNS = Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0)
+WIDE_DECODE = replace(DECODE, heads_dtype=jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +132,10 @@ RUNS = Case(40, 1, 1, 64, q_rows=1, first_run=32, before_run=0)
         Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16),
         Case(40, 1, 1, 128, q_rows=1, first_run=20, num_padding=3),  # through registers, and a run
         Case(70, 1, 2, 64, q_rows=8, num_padding=3, has_runs=False),
+        WIDE_DECODE,
+        Case(5, 1, 3, 64, q_rows=8, has_norms=False, heads_dtype=jnp.float32),
+        Case(70, 1, 3, 64, q_rows=3, num_padding=3, first_run=38, heads_dtype=jnp.float32),
+        Case(16, 1, 1, 128, q_rows=8, dtype=jnp.float16, heads_dtype=jnp.float32),
     ],
     ids=str,
 )
@@ -129,7 +143,11 @@ def test_equals_separate_operations(case: Case, capsys):
     found = []
     assert not reports_race(lambda: found.append(case.run()), capsys)
     (q, pool), (expected_q, expected_pool) = found[0], case.expected()
-    assert_one_rounding_apart(q, expected_q)
+    assert q.dtype == pool.dtype and len(q) == num_terms(expected_q.dtype, q.dtype)
+    if len(q) == 1:
+        assert_one_rounding_apart(q[0], expected_q)
+    else:
+        assert_close(sum_of(q), expected_q, TERMS_ERROR)
     for layer in range(2):
         for blocks, wanted in zip(pool.layer_kv(layer), expected_pool.layer_kv(layer), strict=True):
             assert_one_rounding_apart(blocks[1:], wanted[1:])
@@ -164,9 +182,24 @@ def test_padding_is_not_written():
     )
 
 
-def test_a_missing_wait_is_reported(monkeypatch, capsys):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_missing_term_is_noticed(dtype):
+    case = replace(WIDE_DECODE, num_kv_heads=1, group=1, dtype=dtype)
+    (q, _), (expected, _) = case.run(), case.expected()
+    assert_close(sum_of(q), expected, TERMS_ERROR)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_close(q[0], expected, TERMS_ERROR)
+
+
+@pytest.mark.parametrize("case", [DECODE, WIDE_DECODE], ids=["narrow", "wide"])
+def test_a_missing_wait_is_reported(monkeypatch, capsys, case: Case):
     never_wait_for("there", write_qkv_hopper, monkeypatch)
-    assert reports_race(DECODE.run, capsys)
+    assert reports_race(case.run, capsys)
+
+
+def test_queries_that_leave_before_they_are_committed_are_reported(monkeypatch, capsys):
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    assert reports_race(WIDE_DECODE.run, capsys)
 
 
 def test_what_it_cannot_take():
@@ -187,5 +220,6 @@ def test_what_it_cannot_take():
     assert can_write(heads(64), pool(64)) and can_write(heads(128), pool(128))
     assert not can_write(heads(80), pool(80)), "its pool is padded"
     assert not can_write(heads(256), pool(256))
+    assert can_write(heads(64, jnp.float32), pool(64))
     assert not can_write(heads(64, jnp.float16), pool(64))
     assert not can_write(heads(64), pool(64, block_size=8))
