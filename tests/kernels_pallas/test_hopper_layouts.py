@@ -110,9 +110,10 @@ def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
         if head_dim <= 128:
             norms, rope = HeadNorms(scale, scale, 1e-6), RopeTables(angles, angles)
             first_row, slots = pool.first_row(0), metadata.slot_mapping
-            _, pool = write_qkv_hopper.write_qkv(
-                heads, norms, rope, pool, first_row, slots, q_rows=8
-            )
+            for dtype in (heads.dtype, jnp.float32):
+                _, pool = write_qkv_hopper.write_qkv(
+                    heads.astype(dtype), norms, rope, pool, first_row, slots, q_rows=8
+                )
         options = AttentionOptions(sm_scale=0.1)
         return attention_hopper.attend(q, group, pool, 0, metadata, options, None, tuning), pool
 
