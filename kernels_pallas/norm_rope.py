@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 
@@ -23,18 +24,14 @@ class HeadNorms(NamedTuple):
 
 
 def rms_norm(
-    x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float
+    x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float, dtype: DTypeLike
 ) -> Float[Array, "*rows size"]:
-    """Divides by the root mean square over the last axis; float32 inside, rounded once at the end.
-
-    Returns:
-      In the dtype of `scale`.
-    """
+    """Divides by the root mean square over the last axis; float32 inside, rounded once."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + eps)
     wide_scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
-    return (normed * wide_scale).astype(scale.dtype)
+    return (normed * wide_scale).astype(dtype)
 
 
 def apply_rope(
@@ -64,5 +61,6 @@ def split_heads(
     q = heads[:, :, :-2].reshape(heads.shape[0], -1, heads.shape[3])
     k, v = heads[:, :, -2], heads[:, :, -1]
     if norms is not None:
-        q, k = rms_norm(q, norms.q_scale, norms.eps), rms_norm(k, norms.k_scale, norms.eps)
+        q = rms_norm(q, norms.q_scale, norms.eps, q.dtype)
+        k = rms_norm(k, norms.k_scale, norms.eps, k.dtype)
     return apply_rope(q, rope), apply_rope(k, rope), v
