@@ -31,8 +31,8 @@ _H200_MULTIPROCESSORS = 132
 def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     """Every reason why these kernels cannot take these arrays."""
     reasons = []
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"q.dtype={q.dtype.name} is not bfloat16 or float16")
+    if pool.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"pool.dtype={pool.dtype.name} is not bfloat16 or float16")
     if q.dtype not in (pool.dtype, jnp.float32):
         reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name} or float32")
     if pool.is_joined or pool.lanes not in LANES:
