@@ -17,6 +17,7 @@ from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 from kernels_pallas.prefill_hopper import paged_prefill
 from kernels_pallas.prefill_plan import make_prefill_plan
+from kernels_pallas.terms import in_terms, num_terms, sum_of
 from kernels_pallas.tuning import HopperTuning, hopper_tuning
 from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import write_qkv
@@ -30,10 +31,10 @@ _H200_MULTIPROCESSORS = 132
 def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     """Every reason why these kernels cannot take these arrays."""
     reasons = []
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"q.dtype={q.dtype.name} is not bfloat16 or float16")
-    if q.dtype != pool.dtype:
-        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
+    if pool.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"pool.dtype={pool.dtype.name} is not bfloat16 or float16")
+    if q.dtype not in (pool.dtype, jnp.float32):
+        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name} or float32")
     if pool.is_joined or pool.lanes not in LANES:
         reasons.append(f"{pool.lanes=} of the pool is not one of {LANES}: it has another layout")
     if pool.block_size not in BLOCK_SIZES:
@@ -80,9 +81,11 @@ def paged_attention(
     """See `ops.paged_attention`."""
     pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
     # Zeros beyond head_dim add nothing to a score; those of the values are cut off again.
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
+    terms = in_terms(padded, pool.dtype, num_terms(q.dtype, pool.dtype))
     group = q.shape[1] // pool.num_kv_heads
-    out = attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret)
+    out = attend(terms, group, pool, layer, metadata, options, sinks, tuning, interpret)
+    out = sum_of(out).astype(q.dtype)
     token = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None, None]
     out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
     return out[..., : pool.head_dim], pool
@@ -100,7 +103,7 @@ def qkv_attention(
     tuning: HopperTuning,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+) -> tuple[Float[Array, "num_terms num_tokens num_q_heads head_dim"], KVPool]:
     """See `ops.qkv_attention`; `write_qkv_hopper.can_write` must hold."""
     group = heads.shape[2] - 2
     q, pool = write_qkv(
@@ -115,11 +118,11 @@ def qkv_attention(
         has_runs=not metadata.is_decode_step,
         interpret=interpret,
     )
-    return attend(q[0], group, pool, layer, metadata, options, sinks, tuning, interpret), pool
+    return attend(q, group, pool, layer, metadata, options, sinks, tuning, interpret), pool
 
 
 def attend(
-    q: Float[Array, "num_tokens num_q_heads lanes"],
+    q: Float[Array, "num_terms num_tokens num_q_heads lanes"],
     group: int,
     pool: KVPool,
     layer: int | Int32[Array, ""],
@@ -128,7 +131,7 @@ def attend(
     sinks: Float32[Array, " num_q_heads"] | None,
     tuning: HopperTuning,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "num_tokens num_q_heads lanes"]:
+) -> Float[Array, "num_terms num_tokens num_q_heads lanes"]:
     """Both kernels, over keys that are in the pool already.
 
     Args:
@@ -136,7 +139,7 @@ def attend(
         at.
 
     Returns:
-      The output; padding tokens hold anything.
+      The output, in as many terms; padding tokens hold anything.
     """
     num_rows = metadata.num_rows
     # In a decode step prompts' last tokens are decode rows like others. Padded rows would cost as
@@ -155,7 +158,7 @@ def attend(
     )
     decode = functools.partial(
         paged_decode,
-        q[:num_rows],
+        q[:, :num_rows],
         *shared,
         decode_plan,
         options,
@@ -181,10 +184,10 @@ def attend(
         out = decode(out=out)
     else:
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
-        first = jnp.where(row < num_decode_rows, decode(), out[:num_rows])
-        out = jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=0)
+        first = jnp.where(row < num_decode_rows, decode(), out[:, :num_rows])
+        out = jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)
     # Not before: the decode kernel would be handed a slice in place, and write into another array.
-    return out[: metadata.num_tokens]
+    return out[:, : metadata.num_tokens]
 
 
 def own_lens(lens: Int32[Array, " num_rows"]) -> Int32[Array, " num_rows"]:

@@ -52,7 +52,9 @@ def attend(
             plgpu.barrier_wait(refs.k_there.at[slot])
 
             def kq(acc_ref):
-                plgpu.wgmma(acc_ref, refs.k_sm.at[slot], refs.q_sm.at[q_slot].transpose((1, 0)))
+                for term in range(shape.num_terms):
+                    q = refs.q_sm.at[q_slot, term].transpose((1, 0))
+                    plgpu.wgmma(acc_ref, refs.k_sm.at[slot], q)
                 return acc_ref[...]
 
             scores = pl.run_scoped(kq, mma_accumulator(kv_tile, queries))
@@ -101,8 +103,15 @@ def attend(
         # The stores of the segment before have left shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def fill_out(values):
-            store_slowly(refs.out_sm.transpose((1, 0)), _transposed(values))
+        def write_terms(values, num_terms: int, write):
+            """Calls `write` once for each term of the values, when it is in `out_sm`."""
+            for term in range(num_terms):
+                if term:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rounded = values.astype(shape.dtype)
+                store_slowly(refs.out_sm.transpose((1, 0)), _transposed(rounded))
+                values = values - rounded.astype(jnp.float32)
+                write(term)
 
         @pl.when(segment.is_whole)
         def _write():
@@ -112,27 +121,27 @@ def attend(
                 m_new = jnp.maximum(m, sink)
                 decay = jnp.exp2(m - m_new)
                 factor = decay / (l * decay + jnp.exp2(sink - m_new))
-            fill_out((acc * _spread(factor, acc)).astype(shape.dtype))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                refs.out_sm.at[pl.ds(0, group)],
-                refs.out_ref.at[row, pl.ds(head * group, group)],
-            )
+
+            def write(term: int):
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    refs.out_sm.at[pl.ds(0, group)],
+                    refs.out_ref.at[term, row, pl.ds(head * group, group)],
+                )
+
+            write_terms(acc * _spread(factor, acc), shape.num_terms, write)
 
         @pl.when(jnp.logical_not(segment.is_whole))
         def _write_partial():
             place = 2 * walk.worker + jnp.where(segment.done == 0, 0, 1)
-            rest = acc * _spread(1.0 / jnp.maximum(l, SMALL), acc)
-            for half, stat in enumerate((m, l)):
-                if half:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                store_slowly(refs.stats_sm, stat)
-                rounded = rest.astype(shape.dtype)
-                fill_out(rounded)
-                rest = rest - rounded.astype(jnp.float32)
+
+            def write(term: int):
+                store_slowly(refs.stats_sm, (m, l)[term])
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(refs.out_sm, refs.partials_ref.at[place, half])
-                plgpu.copy_smem_to_gmem(refs.stats_sm, refs.stats_ref.at[place, half])
+                plgpu.copy_smem_to_gmem(refs.out_sm, refs.partials_ref.at[place, term])
+                plgpu.copy_smem_to_gmem(refs.stats_sm, refs.stats_ref.at[place, term])
+
+            write_terms(acc * _spread(1.0 / jnp.maximum(l, SMALL), acc), 2, write)
 
     walk.for_each(visit, looks_ahead=False)
     plgpu.wait_smem_to_gmem(0)

@@ -30,7 +30,7 @@ def combine(
     A program for each worker, not for each unit: most units are nobody's concern here.
     """
     size = shape.out_group * shape.head_dim
-    flat_out = jax.new_ref(out.reshape(out.shape[0], -1))
+    flat_out = jax.new_ref(out.reshape(*out.shape[:2], -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(
         functools.partial(_combine_unit, shape=shape, size=size),
@@ -48,7 +48,7 @@ def _combine_unit(
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), padded_group] GMEM
     sinks_ref,  # f32[kv heads, padded_group] GMEM
-    out_ref,  # [num_rows, kv heads * out_group * head_dim] GMEM
+    out_ref,  # [num_terms, num_rows, kv heads * out_group * head_dim] GMEM
     *,
     shape: DecodeShape,
     size: int,
@@ -121,8 +121,11 @@ def _combine_unit(
         # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.
         start = (zeros, sinks, (jnp.float32(1),) * group)
         acc, _, sums = lax.fori_loop(0, num_chunks, merge, start)
-        result = acc * spread([1.0 / total for total in sums])
-        out_ref[row, pl.ds(head * size, size)] = result.astype(shape.dtype)
+        rest = acc * spread([1.0 / total for total in sums])
+        for term in range(shape.num_terms):
+            rounded = rest.astype(shape.dtype)
+            out_ref[term, row, pl.ds(head * size, size)] = rounded
+            rest = rest - rounded.astype(jnp.float32)
 
 
 def sink_rows(sinks: Array | None, shape: DecodeShape) -> Array:

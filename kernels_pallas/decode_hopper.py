@@ -39,7 +39,7 @@ from kernels_pallas.tuning import HopperDecodeTuning
 
 
 def paged_decode(
-    q: Float[Array, "num_rows num_q_heads head_dim"],
+    q: Float[Array, "num_terms num_rows num_q_heads head_dim"],
     pool: KVPool,
     first_row: Int32[Array, ""],
     block_tables: Int32[Array, "num_rows max_blocks_per_row"],
@@ -49,14 +49,14 @@ def paged_decode(
     tuning: HopperDecodeTuning,
     *,
     group: int,
-    out: Float[Array, "num_tokens num_q_heads head_dim"] | None = None,
+    out: Float[Array, "num_terms num_tokens num_q_heads head_dim"] | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "num_rows_or_tokens num_q_heads head_dim"]:
+) -> Float[Array, "num_terms num_rows_or_tokens num_q_heads head_dim"]:
     """Attends one query a row to the row's keys, which are in the pool already.
 
     Args:
       q: of each KV head its queries alone, or `padded_group(group)` rows of which they are the
-        first; what the others hold does not matter.
+        first; what the others hold does not matter. In terms, and so is the result.
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
       group: query heads a KV head.
       plan: made with this tuning's `kv_tile` and `num_workers`.
@@ -68,10 +68,11 @@ def paged_decode(
       The result, or `out` with it; rows for which the plan has no tiles hold anything.
     """
     shape = _shape_of(q, group, pool, sinks)
-    num_rows, num_places = q.shape[0], 2 * tuning.num_workers
+    num_terms, num_rows = q.shape[:2]
+    num_places = 2 * tuning.num_workers
     out_type = (
         jax.ShapeDtypeStruct(
-            (num_rows, shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
+            (num_terms, num_rows, shape.num_kv_heads * shape.out_group, shape.head_dim), q.dtype
         ),
         jax.ShapeDtypeStruct((num_places, 2, shape.padded_group, shape.head_dim), q.dtype),
         jax.ShapeDtypeStruct((num_places, 2, shape.padded_group), jnp.float32),
@@ -108,8 +109,8 @@ def paged_decode(
     out = combine(written, partials, stats, plan, shape, sinks, interpret)
     if shape.out_group == group:
         return out
-    out = out.reshape(num_rows, shape.num_kv_heads, shape.out_group, shape.head_dim)
-    return out[:, :, :group].reshape(num_rows, -1, shape.head_dim)
+    out = out.reshape(num_terms, num_rows, -1, shape.out_group, shape.head_dim)
+    return out[:, :, :, :group].reshape(num_terms, num_rows, -1, shape.head_dim)
 
 
 def writes_whole_rows(group: int, head_dim: int) -> bool:
@@ -127,21 +128,23 @@ def _shape_of(q: Array, group: int, pool: KVPool, sinks: Array | None) -> Decode
         num_kv_heads=pool.num_kv_heads,
         group=group,
         padded_group=padded_group(group),
-        out_group=next(n for n in range(group, group + 3) if n * q.shape[2] % WARPGROUP == 0),
+        out_group=next(n for n in range(group, group + 3) if n * q.shape[3] % WARPGROUP == 0),
         has_sinks=sinks is not None,
-        head_dim=q.shape[2],
+        head_dim=q.shape[3],
         block_size=pool.block_size,
         dtype=q.dtype,
+        num_terms=q.shape[0],
     )
 
 
 def _pad_group(q: Array, shape: DecodeShape) -> Array:
-    """[num_rows, kv heads * padded_group, head_dim]: a box is whole tiles of 8 rows."""
-    if q.shape[1] == shape.num_kv_heads * shape.padded_group:
+    """[.., kv heads * padded_group, head_dim]: a box is whole tiles of 8 rows."""
+    if q.shape[2] == shape.num_kv_heads * shape.padded_group:
         return q
-    q = q.reshape(q.shape[0], shape.num_kv_heads, shape.group, shape.head_dim)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, shape.padded_group - shape.group), (0, 0)))
-    return q.reshape(q.shape[0], -1, shape.head_dim)
+    groups = q.reshape(*q.shape[:2], shape.num_kv_heads, shape.group, shape.head_dim)
+    missing = shape.padded_group - shape.group
+    groups = jnp.pad(groups, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+    return groups.reshape(*q.shape[:2], -1, shape.head_dim)
 
 
 def _entry(*refs, shape: DecodeShape, options: AttentionOptions, tuning: HopperDecodeTuning):
@@ -151,13 +154,13 @@ def _entry(*refs, shape: DecodeShape, options: AttentionOptions, tuning: HopperD
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
     pl.run_scoped(
         lambda *scratch: _program(DecodeRefs(*refs, *scratch), shape, options, tuning),
-        swizzled_smem((2, shape.padded_group, shape.head_dim), shape.dtype),  # q
+        swizzled_smem((2, shape.num_terms, shape.padded_group, shape.head_dim), shape.dtype),  # q
         swizzled_smem(kv_shape, shape.dtype),  # k
         swizzled_smem(kv_shape, shape.dtype),  # v
         plgpu.SMEM((shape.padded_group, shape.head_dim), shape.dtype),  # out
         plgpu.SMEM((shape.padded_group,), jnp.float32),  # m, then l
         swizzled_smem((shape.padded_group, tuning.kv_tile), shape.dtype),  # p
-        plgpu.Barrier(num_barriers=2),  # q is there
+        plgpu.Barrier(num_arrivals=shape.num_terms, num_barriers=2),  # q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there
         plgpu.Barrier(num_barriers=2),  # q was read

@@ -27,11 +27,11 @@ def load(
         row, head, first_tile = segment.row, segment.head, segment.first_tile
         q_slot = lax.rem(segment.number, jnp.int32(2))
         pl.when(segment.number >= 2)(lambda: plgpu.barrier_wait(refs.q_read.at[q_slot]))
-        plgpu.copy_gmem_to_smem(
-            refs.q_ref.at[row, pl.ds(head * shape.padded_group, shape.padded_group)],
-            refs.q_sm.at[q_slot],
-            refs.q_there.at[q_slot],
-        )
+        heads = pl.ds(head * shape.padded_group, shape.padded_group)
+        for term in range(shape.num_terms):
+            plgpu.copy_gmem_to_smem(
+                refs.q_ref.at[term, row, heads], refs.q_sm.at[q_slot, term], refs.q_there.at[q_slot]
+            )
 
         @pl.loop(0, segment.count)
         def _(i):

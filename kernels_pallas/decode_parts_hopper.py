@@ -22,13 +22,14 @@ class DecodeShape:
     head_dim: int
     block_size: int
     dtype: jnp.dtype
+    num_terms: int  # of queries and results (`terms.py`)
 
 
 @dataclass(frozen=True)
 class DecodeRefs:
     """The kernel's memory and barriers, in the order in which a program is handed them."""
 
-    q_ref: Any  # [num_rows, kv heads * padded_group, head_dim] GMEM
+    q_ref: Any  # [num_terms, num_rows, kv heads * padded_group, head_dim] GMEM
     pool_ref: Any  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
     tables_ref: Any  # i32[num_rows, max_blocks_per_row] GMEM
     first_row_ref: Any  # i32[1] GMEM
@@ -36,17 +37,17 @@ class DecodeRefs:
     workers_ref: Any  # i32[num_workers, 8] GMEM
     sinks_ref: Any  # f32[kv heads, padded_group] GMEM
 
-    out_ref: Any  # [num_rows, kv heads * out_group, head_dim] GMEM
+    out_ref: Any  # [num_terms, num_rows, kv heads * out_group, head_dim] GMEM
     partials_ref: Any  # [places, 2, padded_group, head_dim] GMEM
     stats_ref: Any  # f32[places, 2 (m and l), padded_group] GMEM
 
-    q_sm: Any  # [2, padded_group, head_dim] SMEM: of this segment and the next
+    q_sm: Any  # [2, num_terms, padded_group, head_dim] SMEM: of this segment and the next
     k_sm: Any  # [stages, kv_tile, head_dim] SMEM
     v_sm: Any  # [stages, kv_tile, head_dim] SMEM
     out_sm: Any  # [padded_group, head_dim] SMEM, unswizzled: fewer rows can leave it
     stats_sm: Any  # f32[padded_group] SMEM: m, then l
     p_sm: Any  # [padded_group, kv_tile] SMEM
-    q_there: Any  # [2]
+    q_there: Any  # [2], one arrival a term
     k_there: Any  # [stages], one arrival a box
     v_there: Any  # [stages], one arrival a box
     q_read: Any  # [2]

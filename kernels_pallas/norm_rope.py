@@ -26,11 +26,7 @@ class HeadNorms(NamedTuple):
 def rms_norm(
     x: Float[Array, "*rows size"], scale: Float[Array, " size"], eps: float, dtype: DTypeLike
 ) -> Float[Array, "*rows size"]:
-    """Divides by the root mean square over the last axis; float32 inside, rounded once at the end.
-
-    Args:
-      dtype: of the result.
-    """
+    """Divides by the root mean square over the last axis; float32 inside, rounded once."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + eps)
@@ -65,6 +61,6 @@ def split_heads(
     q = heads[:, :, :-2].reshape(heads.shape[0], -1, heads.shape[3])
     k, v = heads[:, :, -2], heads[:, :, -1]
     if norms is not None:
-        q = rms_norm(q, norms.q_scale, norms.eps, heads.dtype)
-        k = rms_norm(k, norms.k_scale, norms.eps, heads.dtype)
+        q = rms_norm(q, norms.q_scale, norms.eps, q.dtype)
+        k = rms_norm(k, norms.k_scale, norms.eps, k.dtype)
     return apply_rope(q, rope), apply_rope(k, rope), v

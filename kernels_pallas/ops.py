@@ -26,6 +26,7 @@ from kernels_pallas.implementations import Tuning
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
+from kernels_pallas.terms import in_terms, num_terms
 from kernels_pallas.tuning import HopperTuning, TPUTuning
 
 
@@ -49,7 +50,8 @@ def paged_attention(
     Where num_tokens equals num_rows, every row must have at most one token.
 
     Args:
-      q: query head h reads KV head h // (num_q_heads // num_kv_heads).
+      q: query head h reads KV head h // (num_q_heads // num_kv_heads). Of the pool's dtype, or
+        float32: then the output is float32, too (the TPU kernels round the queries).
       pool: donate it to update it in place.
       layer: in 0 .. num_layers - 1; may be traced.
       sm_scale, window, soft_cap: see `AttentionOptions`.
@@ -104,15 +106,17 @@ def qkv_attention(
     soft_cap: float | None = None,
     sinks: Float32[Array, " num_q_heads"] | None = None,
     impl: str | None = None,
-) -> tuple[Float[Array, "num_tokens num_q_heads head_dim"], KVPool]:
+) -> tuple[Float[Array, "num_terms num_tokens num_q_heads head_dim"], KVPool]:
     """`paged_attention` on a qkv product, whose queries and keys are normed and turned first.
 
     Args:
-      heads: of each KV head its queries, its key, its value.
+      heads: of each KV head its queries, its key, its value; of the pool's dtype, or float32,
+        which only keys and values are rounded from.
       norms: None = no norms.
 
     Returns:
-      The output, where padding tokens hold anything, and the pool with the new K and V.
+      The output in terms of the pool's dtype (`terms.num_terms`), where padding tokens hold
+      anything, and the pool with the new K and V.
 
     Raises:
       As `paged_attention`.
@@ -127,12 +131,13 @@ def qkv_attention(
         or not write_qkv_hopper.can_write(heads, pool)
     ):
         options = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-        return paged_attention(
-            *split_heads(heads, norms, rope), pool, layer, metadata, impl=impl, **options
-        )
+        q, *kv = split_heads(heads, norms, rope)
+        k, v = (x.astype(pool.dtype) for x in kv)
+        out, pool = paged_attention(q, k, v, pool, layer, metadata, impl=impl, **options)
+        return in_terms(out, pool.dtype, num_terms(q.dtype, pool.dtype)), pool
     options = AttentionOptions(sm_scale, window, soft_cap)
     tuning = attention_hopper.tuning_for(pool, metadata)
-    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), heads.dtype)
+    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), pool.dtype)
     checks.check_attention(q, kv, kv, pool, layer, metadata, options, sinks, tuning)
     return attention_hopper.qkv_attention(
         heads,
@@ -149,7 +154,7 @@ def qkv_attention(
 
 
 def matmul(
-    x: Float[Array, "num_tokens in_size"],
+    x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size out_size"],
     *,
     out_dtype: DTypeLike | None = None,
@@ -158,23 +163,27 @@ def matmul(
     """x @ w, with float32 sums; float32 operands are multiplied with all of their bits.
 
     Args:
-      out_dtype: what sums are rounded to; None = the dtype of x.
+      x: see `terms.in_terms`.
+      out_dtype: what sums are rounded to; None = the dtype of x, or float32 if x has two terms.
       impl: as in `paged_attention`; all have XLA's product, "hopper" its own for few rows.
     """
     num_programs = implementations.hopper_multiprocessors(impl)
-    return product.matmul(x, w, out_dtype or x.dtype, num_programs=num_programs)
+    return product.matmul(x, w, out_dtype, num_programs=num_programs)
 
 
 def gated_matmul(
-    x: Float[Array, "num_tokens in_size"],
+    x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size twice_out_size"],
     *,
     impl: str | None = None,
-) -> Float[Array, "num_tokens out_size"]:
+) -> Float[Array, "num_terms num_tokens out_size"]:
     """silu(gate) * up, where x @ w has the gates in the first half of its columns.
 
     Args:
       impl: see `matmul`.
+
+    Returns:
+      In as many terms as x has.
     """
     return product.gated_matmul(x, w, num_programs=implementations.hopper_multiprocessors(impl))
 

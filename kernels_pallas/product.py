@@ -1,11 +1,14 @@
 """Products of few rows with weights: the Hopper kernel where it is the faster, XLA's elsewhere."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kernels_pallas.product_hopper import can_multiply, product, product_tiling
+from kernels_pallas.product_hopper import can_multiply, gated_product, product, product_tiling
+from kernels_pallas.terms import in_terms, num_terms, sum_of
 
 
 def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
@@ -17,9 +20,9 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def matmul(
-    x: Float[Array, "num_tokens in_size"],
+    x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size out_size"],
-    out_dtype: DTypeLike,
+    out_dtype: DTypeLike | None,
     *,
     num_programs: int | None,
 ) -> Float[Array, "num_tokens out_size"]:
@@ -28,33 +31,44 @@ def matmul(
     Args:
       num_programs: multiprocessors of a Hopper GPU; None: elsewhere.
     """
+    if out_dtype is None:
+        out_dtype = x.dtype if x.shape[0] == 1 else jnp.float32
     if num_programs is None or not can_multiply(x, w):
-        return jnp.matmul(x, w, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
-    num_rows, inner = x.shape
-    tiling = product_tiling(num_rows, inner, w.shape[1], is_gated=False, num_programs=num_programs)
-    sums = product(x, w, tiling)
-    return sums.sum(axis=0).astype(out_dtype) if tiling.split > 1 else sums[0].astype(out_dtype)
+        return _xla_matmul(x, w, out_dtype)
+    tiling = product_tiling(x, w.shape[1], is_gated=False, num_programs=num_programs)
+    sums = product(x, w, tiling, out_dtype)
+    return sums.sum(axis=0).astype(out_dtype) if tiling.split > 1 else sums[0]
 
 
 def gated_matmul(
-    x: Float[Array, "num_tokens in_size"],
+    x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size twice_out_size"],
     *,
     num_programs: int | None,
-) -> Float[Array, "num_tokens out_size"]:
+) -> Float[Array, "num_terms num_tokens out_size"]:
     """See `ops.gated_matmul`; `num_programs` as in `matmul`."""
     if num_programs is None or not can_multiply(x, w, is_gated=True):
-        sums = jnp.matmul(x, w, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
-        return gated(sums)
-    (num_rows, inner), columns = x.shape, w.shape[1] // 2
-    tiling = product_tiling(num_rows, inner, columns, is_gated=True, num_programs=num_programs)
-    return product(x, w, tiling, is_gated=True)[0]
+        return gated(matmul(x, w, None, num_programs=None), x.dtype)
+    tiling = product_tiling(x, w.shape[1] // 2, is_gated=True, num_programs=num_programs)
+    return gated_product(x, w, tiling)
 
 
 def gated(
-    gate_up: Float[Array, "num_tokens twice_out_size"],
-) -> Float[Array, "num_tokens out_size"]:
-    """silu(gate) * up, rounded once: gates are the first half of the columns."""
+    gate_up: Float[Array, "num_tokens twice_out_size"], dtype: DTypeLike
+) -> Float[Array, "num_terms num_tokens out_size"]:
+    """silu(gate) * up, where gates are the first half of the columns; in terms of `dtype`."""
     # why widened: a GPU has bfloat16 products, and XLA would round after each of them
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+    return in_terms(jax.nn.silu(gate) * up, dtype, num_terms(gate_up.dtype, dtype))
+
+
+def _xla_matmul(
+    x: Float[Array, "num_terms num_tokens in_size"],
+    w: Float[Array, "in_size out_size"],
+    out_dtype: DTypeLike,
+) -> Float[Array, "num_tokens out_size"]:
+    ways: Any = {"precision": precision_of(x.dtype)}
+    if x.shape[0] == 1:
+        return jnp.matmul(x[0], w, preferred_element_type=out_dtype, **ways)
+    sums = jnp.matmul(x.reshape(-1, x.shape[2]), w, preferred_element_type=jnp.float32, **ways)
+    return sum_of(sums.reshape(*x.shape[:2], -1)).astype(out_dtype)

@@ -1,10 +1,13 @@
-"""x @ w for the few rows of a decode step on Hopper GPUs, Pallas Mosaic GPU.
+"""x @ w for the few rows of a decode step on Hopper GPUs, Pallas Mosaic GPU; x may have two terms.
 
 The time is what reading the weights takes, if enough of them are on their way at any moment. A
 program multiplies all rows by a tile of columns: one warpgroup streams rows and weights through a
 ring of TMA boxes, the other multiplies. Where tiles are too few for all multiprocessors, several
 programs share a tile's inner axis; their sums stay apart, float32, for whoever reads them adds them
 up together with what it does anyway (a residual, a norm).
+
+Terms of x (see `terms.py`) lie below each other and come in one box; each is multiplied by the same
+weights, into the same sums.
 """
 
 import functools
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.hopper_parts import (
@@ -26,7 +30,7 @@ from kernels_pallas.hopper_parts import (
 from kernels_pallas.metadata import Shaped
 
 STEP = 64  # of the inner axis, and columns: one swizzle pattern
-WIDE_ROWS = 64  # from so many rows on, reading them once more for each tile costs too much
+WIDE_ROWS = 64  # from so many rows of terms on, reading them once more for each tile costs too much
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class ProductTiling:
 
 
 def can_multiply(x: Shaped, w: Shaped, *, is_gated: bool = False) -> bool:
-    """Whether the kernel takes these arrays."""
-    num_rows, columns = x.shape[0], w.shape[1] // (2 if is_gated else 1)
+    """Whether the kernel takes these arrays: `[num_terms, num_rows, inner]` and weights."""
+    num_rows, columns = x.shape[1], w.shape[1] // (2 if is_gated else 1)
     return (
         x.dtype == w.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16)
@@ -57,59 +61,93 @@ def can_multiply(x: Shaped, w: Shaped, *, is_gated: bool = False) -> bool:
     )
 
 
-def product_tiling(
-    num_rows: int, inner: int, columns: int, *, is_gated: bool, num_programs: int
-) -> ProductTiling:
+def product_tiling(x: Shaped, columns: int, *, is_gated: bool, num_programs: int) -> ProductTiling:
     """What was fastest on an H200 for the shapes of docs/performance.md.
 
     Args:
+      x: `[num_terms, num_rows, inner]`.
       columns: of the result.
       num_programs: multiprocessors.
     """
-    tiles = columns // STEP
+    num_terms, num_rows, inner = x.shape
+    tiles, num_rows = columns // STEP, num_terms * num_rows
+    is_tall = num_terms > 1 and num_rows >= WIDE_ROWS
     if is_gated:  # few stages: two programs fit on a multiprocessor
-        return ProductTiling(STEP, 1, 4)
+        return ProductTiling(STEP, 1, 3 if is_tall else 4)
     split = max(1, min(round(num_programs / tiles), inner // STEP))
     if split == 1 and num_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
         fits_twice = columns // STEP <= num_programs and inner > STEP
         return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
-    return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
+    stages = 8 if tiles * split <= num_programs else 6
+    return ProductTiling(STEP, split, stages - 2 if is_tall else stages)
 
 
 def product(
-    x: Float[Array, "num_rows inner"],
+    x: Float[Array, "num_terms num_rows inner"],
     w: Float[Array, "inner num_columns"],
     tiling: ProductTiling,
+    out_dtype: DTypeLike,
     *,
-    is_gated: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "split num_rows columns"]:
-    """x @ w; or, gated, silu(gate) * up of it, where gates are the first half of its columns.
+) -> Float[Array, "split num_rows num_columns"]:
+    """x @ w.
 
     Args:
       x, w: see `can_multiply`.
-      tiling: of a gated product, not split.
       interpret: run on the CPU.
 
     Returns:
-      Sums over each program's share of the inner axis, float32, to be added up; rounded to x's
-      dtype where the axis is not shared.
+      Sums over each program's share of the inner axis, float32, to be added up; of `out_dtype`
+      where the axis is not shared.
     """
-    num_rows, columns = x.shape[0], w.shape[1] // (2 if is_gated else 1)
-    parts, dtype = (2 if is_gated else 1), x.dtype
+    out_type = jax.ShapeDtypeStruct(
+        (tiling.split, x.shape[1], w.shape[1]), out_dtype if tiling.split == 1 else jnp.float32
+    )
+    return _run(x, w, tiling, out_type, ups_begin=None, interpret=interpret)
+
+
+def gated_product(
+    x: Float[Array, "num_terms num_rows inner"],
+    w: Float[Array, "inner num_columns"],
+    tiling: ProductTiling,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "num_terms num_rows half_of_num_columns"]:
+    """silu(gate) * up of x @ w, where gates are the first half of its columns; in as many terms.
+
+    Args:
+      x, w: see `can_multiply`.
+      tiling: not split.
+      interpret: run on the CPU.
+    """
+    columns = w.shape[1] // 2
+    out_type = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
+    return _run(x, w, tiling, out_type, ups_begin=columns, interpret=interpret)
+
+
+def _run(
+    x: Array,
+    w: Array,
+    tiling: ProductTiling,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    ups_begin: int | None,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> Array:
+    num_terms, num_rows, inner = x.shape
+    parts = 1 if ups_begin is None else 2
     kernel = plgpu.kernel(
-        functools.partial(_program, tiling=tiling, second=columns if is_gated else None),
-        out_type=jax.ShapeDtypeStruct(
-            (tiling.split, num_rows, columns), dtype if tiling.split == 1 else jnp.float32
-        ),
-        grid=(columns // tiling.tile, tiling.split),
+        functools.partial(_program, tiling=tiling, num_terms=num_terms, ups_begin=ups_begin),
+        out_type=out_type,
+        grid=(out_type.shape[2] // tiling.tile, tiling.split),
         grid_names=("tile", "share"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
-            swizzled_smem((tiling.stages, MMA_ROWS, STEP), dtype),
-            swizzled_smem((tiling.stages, parts, STEP, tiling.tile), dtype),
-            plgpu.SMEM((MMA_ROWS, tiling.tile), dtype if tiling.split == 1 else jnp.float32),
+            # A term's matrix tile reaches past its rows, into the next term's or nobody's.
+            swizzled_smem((tiling.stages, MMA_ROWS + (num_terms - 1) * num_rows, STEP), x.dtype),
+            swizzled_smem((tiling.stages, parts, STEP, tiling.tile), x.dtype),
+            plgpu.SMEM((MMA_ROWS, tiling.tile), out_type.dtype),
             plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiling.stages),
             plgpu.Barrier(num_barriers=tiling.stages),
         ),
@@ -117,28 +155,29 @@ def product(
         **interpreted_options(interpret),
     )
     # why a barrier: XLA hands a kernel part of an array in place, here of the attention's output
-    return kernel(lax.optimization_barrier(x), w)
+    return kernel(lax.optimization_barrier(x.reshape(-1, inner)), w)
 
 
 def _program(
-    x_ref,  # [num_rows, inner] GMEM
+    x_ref,  # [num_terms * num_rows, inner] GMEM
     w_ref,  # [inner, num_columns] GMEM
-    out_ref,  # [split, num_rows, columns] GMEM
-    x_sm,  # [stages, MMA_ROWS, STEP] SMEM
+    out_ref,  # [split or num_terms, num_rows, columns] GMEM
+    x_sm,  # [stages, MMA_ROWS and more for more terms, STEP] SMEM
     w_sm,  # [stages, parts, STEP, tile] SMEM
     out_sm,  # [MMA_ROWS, tile] SMEM
     there,
     read,
     *,
     tiling: ProductTiling,
-    second: int | None,  # where the ups begin
+    num_terms: int,
+    ups_begin: int | None,  # a column; None: not gated
 ):
-    num_rows, stages = x_ref.shape[0], jnp.int32(tiling.stages)
+    num_rows, stages = out_ref.shape[1], jnp.int32(tiling.stages)
     share, first_column = lax.axis_index("share"), lax.axis_index("tile") * tiling.tile
     num_steps, split = x_ref.shape[1] // STEP, jnp.int32(tiling.split)
     begin = lax.div(share * num_steps, split)
     total = lax.div((share + 1) * num_steps, split) - begin
-    offsets = (0,) if second is None else (0, second)
+    offsets = (0,) if ups_begin is None else (0, ups_begin)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _load():
@@ -152,8 +191,14 @@ def _program(
                     w_ref.at[inner, columns], w_sm.at[slot, part], there.at[slot]
                 )
             plgpu.copy_gmem_to_smem(
-                x_ref.at[:, inner], x_sm.at[slot, pl.ds(0, num_rows)], there.at[slot]
+                x_ref.at[:, inner], x_sm.at[slot, pl.ds(0, x_ref.shape[0])], there.at[slot]
             )
+
+    def write(values, place):
+        out_sm[...] = values
+        plgpu.commit_smem()
+        columns = pl.ds(first_column, tiling.tile)
+        plgpu.copy_smem_to_gmem(out_sm.at[pl.ds(0, num_rows)], out_ref.at[place, :, columns])
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _multiply():
@@ -162,9 +207,11 @@ def _program(
             def _(i):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(there.at[slot])
-                for part, acc in enumerate(accs):  # rows past num_rows: anything, not stored
-                    plgpu.wgmma(acc, x_sm.at[slot], w_sm.at[slot, part])
-                plgpu.wgmma_wait(len(accs))
+                for part, acc in enumerate(accs):
+                    for term in range(num_terms):  # rows past num_rows: anything, not stored
+                        rows = x_sm.at[slot, pl.ds(term * num_rows, MMA_ROWS)]
+                        plgpu.wgmma(acc, rows, w_sm.at[slot, part])
+                plgpu.wgmma_wait(len(accs) * num_terms)
                 # The products before these have read their operands.
                 pl.when((i > 0) & (i - 1 + stages < total))(
                     lambda: plgpu.barrier_arrive(read.at[lax.rem(i - 1, stages)])
@@ -173,12 +220,16 @@ def _program(
             return tuple(acc[...] for acc in accs)
 
         sums = pl.run_scoped(add_up, *[mma_accumulator(MMA_ROWS, tiling.tile)] * len(offsets))
-        out_sm[...] = (sums[0] if second is None else _gated(*sums)).astype(out_sm.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            out_sm.at[pl.ds(0, num_rows)],
-            out_ref.at[share, :, pl.ds(first_column, tiling.tile)],
-        )
+        if ups_begin is None:
+            write(sums[0].astype(out_sm.dtype), share)
+        else:
+            rest = _gated(*sums)
+            for term in range(num_terms):
+                if term:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rounded = rest.astype(out_sm.dtype)
+                write(rounded, term)
+                rest = rest - rounded.astype(jnp.float32)
         plgpu.wait_smem_to_gmem(0)
 
 

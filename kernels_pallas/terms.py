@@ -17,8 +17,8 @@ def num_terms(wide: DTypeLike, narrow: DTypeLike) -> int:
 
 
 def in_terms(
-    x: Float[Array, "*shape"], dtype: DTypeLike, num_terms: int
-) -> Float[Array, "num_terms *shape"]:
+    x: Float[Array, " *shape"], dtype: DTypeLike, num_terms: int
+) -> Float[Array, "num_terms ..."]:
     """Terms of `dtype` whose sum is x.
 
     Args:
@@ -36,6 +36,6 @@ def in_terms(
     return jnp.where(is_first, rounded, x - rounded).astype(dtype)
 
 
-def sum_of(terms: Float[Array, "num_terms *shape"]) -> Float32[Array, "*shape"]:
+def sum_of(terms: Float[Array, "num_terms ..."]) -> Float32[Array, " *shape"]:
     """What the terms stand for."""
     return jnp.sum(terms, axis=0, dtype=jnp.float32)

@@ -134,10 +134,10 @@ def measure(case: Case, impl: str, repeats: int, *, with_write: bool) -> dict[st
         group = case.num_q_heads // case.num_kv_heads
         options = AttentionOptions(case.head_dim**-0.5)
         tuning = attention_hopper.tuning_for(pool, metadata)
-        return (
-            attention_hopper.attend(q, group, pool, layer, metadata, options, None, tuning),
-            pool,
+        terms = attention_hopper.attend(
+            q[None], group, pool, layer, metadata, options, None, tuning
         )
+        return terms[0], pool
 
     call = write_and_attend if with_write else attend
 

@@ -107,7 +107,11 @@ def h200_mesh() -> Mesh:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of one call: a mixed step, or a decode step where tokens are as many as rows."""
+    """Sizes of one call: a mixed step, or a decode step where tokens are as many as rows.
+
+    Attributes:
+      has_wide_queries: queries are float32, whatever the dtype of the pool.
+    """
 
     num_q_heads: int = 32
     num_kv_heads: int = 8
@@ -117,6 +121,7 @@ class AttentionShape:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    has_wide_queries: bool = False
     num_tokens: int = 512
     num_rows: int = 64
     max_len: int = 4096
@@ -143,7 +148,8 @@ def compile_attention(
         slot_mapping=on(tokens, jnp.int32),
         num_decode_rows=on((), jnp.int32),
     )
-    q = on((*tokens, shape.num_q_heads, shape.head_dim), shape.dtype)
+    q_dtype = jnp.float32 if shape.has_wide_queries else shape.dtype
+    q = on((*tokens, shape.num_q_heads, shape.head_dim), q_dtype)
     kv = on((*tokens, shape.num_kv_heads, shape.head_dim), shape.dtype)
     sinks = on((shape.num_q_heads,), jnp.float32) if shape.has_sinks else None
 

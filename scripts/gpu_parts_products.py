@@ -3,13 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.product_hopper import can_multiply, product, product_tiling
+from kernels_pallas.product_hopper import can_multiply, gated_product, product, product_tiling
+from kernels_pallas.terms import in_terms, sum_of
 
 NUM_RANDOM = 24
 MULTIPROCESSORS = 132
 # inner, columns, gated: of a layer of Qwen3-4B.
 REAL = ((2560, 6144, False), (4096, 2560, False), (2560, 9728, True), (9728, 2560, False))
+MAX_TWO_TERM_ROWS = 32
 TOLERANCE = 1e-5  # of the largest sum: only the order of float32 additions differs
+TWO_TERMS_EPS = 2.0**-16
 
 
 def check_products() -> str:
@@ -19,16 +22,20 @@ def check_products() -> str:
     for _ in range(NUM_RANDOM):
         inner, columns = (64 * int(rng.integers(1, 20)) for _ in range(2))
         shapes.append((8 * int(rng.integers(1, 9)), inner, columns, bool(rng.integers(2))))
-    errors = [product_error(rng, *shape) for shape in shapes]
+    cases = [(1, *shape) for shape in shapes]
+    cases += [(2, *shape) for shape in shapes if shape[0] <= MAX_TWO_TERM_ROWS]
+    errors = [product_error(rng, *case) for case in cases]
     worst = max(errors)
-    assert worst < 1, f"{worst:.1f} times what rounding explains, {shapes[int(np.argmax(errors))]}"
-    control = product_error(rng, 8, 256, 256, False, is_wrong=True)
-    assert control > 1, "a step of the inner axis that is left out was not noticed"
-    return f"{len(shapes)} products, at most {worst:.2f} of what rounding explains"
+    assert worst < 1, f"{worst:.1f} times what rounding explains, {cases[int(np.argmax(errors))]}"
+    for num_terms in (1, 2):
+        control = product_error(rng, num_terms, 8, 256, 256, False, is_wrong=True)
+        assert control > 1, f"what is left out of {num_terms} terms was not noticed"
+    return f"{len(cases)} products, at most {worst:.2f} of what rounding explains"
 
 
 def product_error(
     rng: np.random.Generator,
+    num_terms: int,
     num_rows: int,
     inner: int,
     columns: int,
@@ -36,25 +43,30 @@ def product_error(
     *,
     is_wrong: bool = False,
 ) -> float:
-    """The largest difference to a float32 product, as a share of what is allowed."""
+    """The largest difference to a float32 product, as a share of what is allowed.
+
+    Args:
+      is_wrong: what it is compared with lacks a step of the inner axis, of the last term.
+    """
     width = columns * (2 if is_gated else 1)
     x, w = (
-        jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5, jnp.bfloat16)
+        jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5)
         for shape in ((num_rows, inner), (inner, width))
     )
+    x, w = in_terms(x, jnp.bfloat16, num_terms), w.astype(jnp.bfloat16)
     assert can_multiply(x, w, is_gated=is_gated)
-    tiling = product_tiling(
-        num_rows, inner, columns, is_gated=is_gated, num_programs=MULTIPROCESSORS
-    )
-    found = product(x, w, tiling, is_gated=is_gated)
+    tiling = product_tiling(x, columns, is_gated=is_gated, num_programs=MULTIPROCESSORS)
+    out_dtype = jnp.bfloat16 if num_terms == 1 else jnp.float32
+    found = gated_product(x, w, tiling) if is_gated else product(x, w, tiling, out_dtype)
     if is_wrong:
-        x = x.at[:, -64:].set(0)
+        x = x.at[-1, :, -64:].set(0)
     # On the host: XLA would try many ways of each product first.
-    expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+    expected = np.asarray(sum_of(x)) @ np.asarray(w, np.float32)
     if is_gated:
         gate, up = np.split(expected, 2, axis=-1)
         expected = gate / (1 + np.exp(-gate)) * up
-    rounding = 0.0 if tiling.split > 1 else float(jnp.finfo(found.dtype).eps)
+    is_rounded = found.dtype == jnp.bfloat16
+    rounding = (float(jnp.finfo(jnp.bfloat16).eps), TWO_TERMS_EPS)[num_terms - 1] * is_rounded
     size = np.abs(expected)
     allowed = rounding * size + (10 * TOLERANCE if is_gated else TOLERANCE) * size.max()
     return float((np.abs(np.asarray(found, np.float32).sum(axis=0) - expected) / allowed).max())

@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden_size"],
+        x: Float[Array, "num_terms num_tokens hidden_size"],
         pool: KVPool,
         layer: Int32[Array, ""] | int,
         rope: RopeTables,
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         impl: str | None = None,
         axis_name: str | None = None,
     ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
-        num_tokens = x.shape[0]
+        num_tokens = x.shape[1]
         heads = self.qkv(x, impl=impl).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -78,5 +78,5 @@ class Attention(nnx.Module):
             window=self.window,
             impl=impl,
         )
-        out = out.astype(x.dtype).reshape(num_tokens, -1)
+        out = out.reshape(*x.shape[:2], -1)
         return self.o(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name), pool

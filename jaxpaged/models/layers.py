@@ -5,9 +5,7 @@ device has all of it), `num_parts` how many matrices lie side by side on that ax
 cut on its own. Sizes of a share are read off the parameters, never from the config. Initial values
 (`init_mean`, `init_scale`) make a model whose greedy output varies with its context.
 
-In small steps x is float32 between the layers, in models of any dtype, and so is what a layer adds
-to it (see `llama.MAX_WIDE_TOKENS`). What a product reads has the dtype of its weights, and is
-rounded to it once.
+What a product reads is in terms of the dtype of its weights (see `precision.py`).
 """
 
 import math
@@ -18,9 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxpaged.models.precision import operand_terms
 from kernels_pallas.norm_rope import rms_norm
 from kernels_pallas.ops import gated_matmul, matmul
 from kernels_pallas.product import gated, precision_of
+from kernels_pallas.terms import in_terms, sum_of
 
 
 def _parameter(
@@ -45,15 +45,16 @@ def _parameter(
 
 
 class RMSNorm(nnx.Module):
-    """A learned `rms_norm`."""
+    """A learned `rms_norm`, for products to read."""
 
     def __init__(self, size: int, eps: float, dtype: DTypeLike, *, rngs: nnx.Rngs):
         self.eps = eps
         self.scale = _parameter(rngs, (size,), dtype, init_scale=0.1, init_mean=1.0)
 
-    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+    def __call__(self, x: Float[Array, "num_rows size"]) -> Float[Array, "num_terms num_rows size"]:
         scale = self.scale[...]
-        return rms_norm(x, scale, self.eps, scale.dtype)
+        normed = rms_norm(x, scale, self.eps, jnp.float32)
+        return in_terms(normed, scale.dtype, operand_terms(x, scale.dtype))
 
 
 class Linear(nnx.Module):
@@ -99,19 +100,19 @@ class Linear(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens in_size"],
+        x: Float[Array, "num_terms num_tokens in_size"],
         *,
         out_dtype: DTypeLike | None = None,
         impl: str | None = None,
         axis_name: str | None = None,
     ) -> Float[Array, "num_tokens out_size"]:
-        """The sums are float32, and rounded to `out_dtype`; None is the dtype of x."""
-        dtype = x.dtype if out_dtype is None else out_dtype
-        y = matmul(x, self.kernel[...], out_dtype=dtype, impl=impl)
+        """The sums are float32, and rounded to `out_dtype` (as in `ops.matmul`)."""
+        y = matmul(x, self.kernel[...], out_dtype=out_dtype, impl=impl)
         if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
             # why rounded: it halves what the devices exchange
-            y = jax.lax.psum(y.astype(x.dtype), axis_name).astype(dtype)
-        return y if self.bias is None else y + self.bias[...].astype(dtype)[None, :]
+            shared = y.astype(x.dtype) if x.shape[0] == 1 else y
+            y = jax.lax.psum(shared, axis_name).astype(y.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, :]
 
 
 class Embedding(nnx.Module):
@@ -140,13 +141,17 @@ class Embedding(nnx.Module):
         return jax.lax.psum(jnp.where(is_mine[:, None], rows, 0), axis_name)
 
     def logits(
-        self, x: Float[Array, "num_logit_rows hidden_size"], *, axis_name: str | None = None
+        self,
+        x: Float[Array, "num_terms num_logit_rows hidden_size"],
+        *,
+        axis_name: str | None = None,
     ) -> Float32[Array, "num_logit_rows vocab_size"]:
-        table = self.table[...]
+        table, rows = self.table[...], x.reshape(-1, x.shape[2])
         # why this order: at few rows XLA's CPU product is up to three times faster than x @ table.T
         logits = jnp.matmul(
-            table, x.T, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
+            table, rows.T, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
         ).T
+        logits = sum_of(logits.reshape(*x.shape[:2], -1))
         if table.shape[0] == self.vocab_size:
             return logits
         assert axis_name is not None
@@ -180,7 +185,7 @@ class MLP(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden_size"],
+        x: Float[Array, "num_terms num_tokens hidden_size"],
         *,
         out_dtype: DTypeLike | None = None,
         impl: str | None = None,
@@ -189,5 +194,5 @@ class MLP(nnx.Module):
         if self.gate_up.bias is None:
             out = gated_matmul(x, self.gate_up.kernel[...], impl=impl)
         else:
-            out = gated(self.gate_up(x, impl=impl))
+            out = gated(self.gate_up(x, impl=impl), x.dtype)
         return self.down(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name)

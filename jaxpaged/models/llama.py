@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.layers import MLP, Embedding, RMSNorm
+from jaxpaged.models.precision import hidden_dtype
 from jaxpaged.models.rope import rope_tables
 from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.norm_rope import RopeTables
@@ -24,14 +24,6 @@ from kernels_pallas.pool import KVPool
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
-# Tokens of a step between whose layers x is float32, whatever the dtype. Rounding x again and again
-# makes more than half of a bfloat16 model's error; with many tokens twice the bytes would cost 4 %.
-MAX_WIDE_TOKENS = 64
-
-
-def hidden_dtype(num_tokens: int, dtype: DTypeLike) -> DTypeLike:
-    """What x is between the layers of a step, and what the last one gives."""
-    return jnp.float32 if num_tokens <= MAX_WIDE_TOKENS else dtype
 
 
 class DecoderLayer(nnx.Module):
@@ -95,7 +87,7 @@ class CausalLM(nnx.Module):
         *,
         axis_name: str | None = None,
     ) -> tuple[Float[Array, "num_tokens hidden_size"], RopeTables]:
-        """What the first layer gets: float32 in steps of at most MAX_WIDE_TOKENS."""
+        """What the first layer gets."""
         x = self.embedding(token_ids, axis_name=axis_name)
         x = x.astype(hidden_dtype(x.shape[0], x.dtype))
         return x, rope_tables(self.rope, self.head_dim, positions)

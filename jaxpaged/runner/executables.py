@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged.models.llama import hidden_dtype
+from jaxpaged.models.precision import hidden_dtype
 from jaxpaged.runner.adjust import Adjustments, adjust_step, num_mask_words, write_row
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS, StepLayout

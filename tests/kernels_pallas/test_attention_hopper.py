@@ -188,7 +188,7 @@ class TestThroughTheOperation:
         with pytest.raises(NotImplementedError) as error:
             ops.paged_attention(*case.args, sm_scale=SM_SCALE, impl="hopper_interpret")
         for reason in (
-            "q.dtype=float32 is not bfloat16 or float16",
+            "pool.dtype=float32 is not bfloat16 or float16",
             "pool.lanes=16 of the pool is not one of (64, 128, 256)",
             "pool.block_size=4 is not one of (16, 32, 64, 128)",
             "17 query heads a KV head are more than 16",

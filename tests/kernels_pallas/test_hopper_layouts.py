@@ -22,6 +22,7 @@ from kernels_pallas import attention_hopper, write_qkv_hopper
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
+from kernels_pallas.terms import num_terms
 
 
 def equations(jaxpr: Any, names: frozenset[str]) -> Iterator[Any]:
@@ -85,8 +86,12 @@ def kernels_that_mix_maxima(jaxpr: Any) -> list[str]:
     return found
 
 
-def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
-    """Of the write and both attention kernels, in a step of 8 rows."""
+def step_jaxpr(head_dim: int, num_tokens: int, heads_dtype: Any) -> Any:
+    """Of the write and both attention kernels, in a step of 8 rows.
+
+    Args:
+      heads_dtype: float32 for queries in two terms.
+    """
     group, num_kv_heads, num_rows = 4, 2, 8
     metadata = AttentionMetadata(
         block_tables=jnp.zeros((num_rows, 4), jnp.int32),
@@ -110,16 +115,18 @@ def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
         if head_dim <= 128:
             norms, rope = HeadNorms(scale, scale, 1e-6), RopeTables(angles, angles)
             first_row, slots = pool.first_row(0), metadata.slot_mapping
-            for dtype in (heads.dtype, jnp.float32):
-                _, pool = write_qkv_hopper.write_qkv(
-                    heads.astype(dtype), norms, rope, pool, first_row, slots, q_rows=8
-                )
+            _, pool = write_qkv_hopper.write_qkv(
+                heads, norms, rope, pool, first_row, slots, q_rows=8
+            )
         options = AttentionOptions(sm_scale=0.1)
         return attention_hopper.attend(q, group, pool, 0, metadata, options, None, tuning), pool
 
     return jax.make_jaxpr(step)(
-        jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), jnp.bfloat16),
-        jnp.zeros((num_tokens, num_kv_heads * group, head_dim), jnp.bfloat16),
+        jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), heads_dtype),
+        jnp.zeros(
+            (num_terms(heads_dtype, pool.dtype), num_tokens, num_kv_heads * group, head_dim),
+            pool.dtype,
+        ),
         jnp.zeros(head_dim, jnp.bfloat16),
         jnp.zeros((num_tokens, head_dim // 2)),
         pool,
@@ -129,8 +136,9 @@ def step_jaxpr(head_dim: int, num_tokens: int) -> Any:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("num_tokens", [8, 96])
-def test_no_kernel_does_what_mosaic_gets_wrong(head_dim, num_tokens):
-    jaxpr = step_jaxpr(head_dim, num_tokens)
+@pytest.mark.parametrize("heads_dtype", [jnp.bfloat16, jnp.float32])
+def test_no_kernel_does_what_mosaic_gets_wrong(head_dim, num_tokens, heads_dtype):
+    jaxpr = step_jaxpr(head_dim, num_tokens, heads_dtype)
     num_stores = [len(stores(kernel)) for kernel in warpgroup_kernels(jaxpr)]
     # Decode and combine, of which the latter has no shared memory, and prefill.
     assert sum(n > 0 for n in num_stores) == (1 if num_tokens == 8 else 2), num_stores

@@ -19,7 +19,7 @@ from helpers.tiny_models import (
     tiny_config,
 )
 
-from jaxpaged.models import llama
+from jaxpaged.models import precision
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import CausalLM, DecoderLayer
 from jaxpaged.runner.forward import forward
@@ -154,7 +154,7 @@ def products(num_tokens: int, dtype: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "num_tokens, rounded",
-    [(4, []), (16, []), (llama.MAX_WIDE_TOKENS + 16, ["add", "add"])],
+    [(4, []), (16, []), (precision.MAX_WIDE_TOKENS + 16, ["add", "add"])],
     ids=["decode", "prefill", "long prefill"],
 )
 def test_nothing_but_products_is_in_bfloat16(num_tokens, rounded):
