@@ -26,11 +26,12 @@ def load(refs: PrefillRefs, walk: Walk, shape: PrefillShape, tuning: HopperPrefi
             @pl.when(lax.rem(item.token, jnp.int32(8)) == 0)
             def _(w=w, q_slot=q_slot):
                 begin = lax.div(item.token, jnp.int32(8)) * 8 + w * MMA_ROWS
-                plgpu.copy_gmem_to_smem(
-                    refs.q_ref.at[pl.ds(begin, MMA_ROWS), item.head],
-                    refs.q_sm.at[q_slot],
-                    refs.q_there.at[q_slot],
-                )
+                for term in range(shape.num_terms):
+                    plgpu.copy_gmem_to_smem(
+                        refs.q_ref.at[shape.tokens(term, begin, MMA_ROWS), item.head],
+                        refs.q_sm.at[q_slot, term],
+                        refs.q_there.at[q_slot],
+                    )
 
     def load_kv(item: Item):
         kv_head = lax.div(item.head, jnp.int32(shape.group))

@@ -228,7 +228,7 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
 
     def cut(dump_folder: Path) -> Program:
         def paged_prefill(q: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-            return prefill_hopper.paged_prefill(q, *arguments, **options)[: q.shape[0]]
+            return prefill_hopper.paged_prefill(q, *arguments, **options)[:, : q.shape[1]]
 
         with mock.patch.object(attention_hopper, "paged_prefill", paged_prefill):
             return compile_step(mesh, TINY_QWEN3, Bucket(16, 8), step_folder, dump_folder)
