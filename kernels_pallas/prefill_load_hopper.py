@@ -13,7 +13,8 @@ from kernels_pallas.tuning import HopperPrefillTuning
 def load(refs: PrefillRefs, walk: Walk, shape: PrefillShape, tuning: HopperPrefillTuning) -> None:
     """Fills the slots of queries (where aligned: see `prefill_hopper`), keys and values."""
     attenders, stages, q_slots = tuning.attenders, tuning.stages, tuning.q_slots
-    plgpu.set_max_registers(24 if is_wide(shape.head_dim) else 40, action="decrease")
+    if attenders > 1:
+        plgpu.set_max_registers(24 if is_wide(shape.head_dim) else 40, action="decrease")
 
     def load_q(item: Item):
         slot = lax.rem(item.number, jnp.int32(q_slots))

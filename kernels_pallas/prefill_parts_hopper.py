@@ -24,7 +24,7 @@ class PrefillShape:
     dtype: jnp.dtype
     has_sinks: bool
 
-    def tokens(self, term: int, begin: Any, size: int) -> Any:
+    def tokens(self, term: Any, begin: Any, size: int) -> Any:
         """The slice of one term's tokens, of the terms that lie one behind the other."""
         return pl.ds(begin + term * self.num_padded_tokens, size)
 
