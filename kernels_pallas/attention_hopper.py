@@ -171,7 +171,7 @@ def attend(
         return decode()
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(
-        q,
+        q[None],
         *shared,
         own_lens(metadata.kv_lens),
         prefill_plan,
@@ -179,7 +179,7 @@ def attend(
         sinks,
         tuning.prefill,
         interpret=interpret,
-    )
+    )[0]
     if writes_whole_rows(group, pool.lanes):
         out = decode(out=out)
     else:

@@ -40,7 +40,8 @@ def attend(
     """
     attenders, kv_tile, stages = tuning.attenders, tuning.kv_tile, tuning.stages
     k_sm, v_sm = refs.k_sm, refs.v_sm
-    plgpu.set_max_registers(240 if is_wide(shape.head_dim) else 232, action="increase")
+    if attenders > 1:  # else the loader leaves as many anyway
+        plgpu.set_max_registers(240 if is_wide(shape.head_dim) else 232, action="increase")
     by_row = plgpu.Layout.WGMMA.reduce(1)
     is_clearer = warpgroup == attenders - 1
 
@@ -117,7 +118,12 @@ def attend(
                 clear_v(step)
 
             def qk(acc_ref):
-                plgpu.wgmma(acc_ref, refs.q_sm.at[q_slot], k_sm.at[slot].transpose((1, 0)))
+                # why loops over terms: unrolled, their many addresses would spill registers
+                @pl.loop(0, shape.num_terms)
+                def _(term):
+                    q_sm = refs.q_sm.at[q_slot, term]
+                    plgpu.wgmma(acc_ref, q_sm, k_sm.at[slot].transpose((1, 0)))
+
                 take_turn()
                 return acc_ref[...]
 
@@ -194,20 +200,28 @@ def attend(
             m_new = jnp.maximum(m, sink)
             decay = jnp.exp2(m - m_new)
             factor = decay / (l * decay + jnp.exp2(sink - m_new))
-        result = (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(shape.dtype)
+        result = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
 
-        @pl.when(is_aligned & (my_queries == MMA_ROWS))
-        def _write():
-            refs.q_sm[q_slot] = result
-            plgpu.commit_smem()
-            begin = lax.div(item.token, jnp.int32(8)) * 8 + warpgroup * MMA_ROWS
-            plgpu.copy_smem_to_gmem(
-                refs.q_sm.at[q_slot], refs.out_ref.at[pl.ds(begin, MMA_ROWS), item.head]
+        def write_rows(result):
+            _write_rows(refs, shape, result, warpgroup, my_token, my_queries, item.head)
+
+        if shape.num_terms == 1:
+            result = result.astype(shape.dtype)
+
+            @pl.when(is_aligned & (my_queries == MMA_ROWS))
+            def _write():
+                refs.q_sm[q_slot, 0] = result
+                plgpu.commit_smem()
+                begin = lax.div(item.token, jnp.int32(8)) * 8 + warpgroup * MMA_ROWS
+                plgpu.copy_smem_to_gmem(
+                    refs.q_sm.at[q_slot, 0], refs.out_ref.at[pl.ds(begin, MMA_ROWS), item.head]
+                )
+
+            pl.when(jnp.logical_not(is_aligned & (my_queries == MMA_ROWS)))(
+                lambda: write_rows(result)
             )
-
-        pl.when(jnp.logical_not(is_aligned & (my_queries == MMA_ROWS)))(
-            lambda: _write_rows(refs, shape, result, warpgroup, my_token, my_queries, item.head)
-        )
+        else:  # of a step of few tokens, which fill no tile
+            write_rows(result)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(refs.q_free.at[q_slot])
 
@@ -218,36 +232,49 @@ def attend(
 def _load_plain_q(refs: PrefillRefs, shape: PrefillShape, warpgroup, q_slot, token, head):
     """Queries that begin anywhere, through the unswizzled buffer."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for columns in column_parts(shape.head_dim):
-        plgpu.copy_gmem_to_smem(
-            refs.q_ref.at[pl.ds(token, MMA_ROWS), head, columns],
-            refs.plain_sm.at[warpgroup],
-            refs.plain_there.at[warpgroup],
-        )
-        plgpu.barrier_wait(refs.plain_there.at[warpgroup])
-        q = plgpu.load(refs.plain_sm.at[warpgroup], layout=plgpu.Layout.WGMMA)
-        refs.q_sm[q_slot, :, columns] = q
-        plgpu.commit_smem()
+
+    @pl.loop(0, shape.num_terms)
+    def _(term):
+        for columns in column_parts(shape.head_dim):
+            plgpu.copy_gmem_to_smem(
+                refs.q_ref.at[shape.tokens(term, token, MMA_ROWS), head, columns],
+                refs.plain_sm.at[warpgroup],
+                refs.plain_there.at[warpgroup],
+            )
+            plgpu.barrier_wait(refs.plain_there.at[warpgroup])
+            q = plgpu.load(refs.plain_sm.at[warpgroup], layout=plgpu.Layout.WGMMA)
+            refs.q_sm[q_slot, term, :, columns] = q
+            plgpu.commit_smem()
 
 
 def _write_rows(refs: PrefillRefs, shape: PrefillShape, result, warpgroup, token, num_rows, head):
     """The first `num_rows` rows of a result, in boxes whose sizes are powers of two."""
+    rows_sm = refs.plain_sm.at[warpgroup]
     for columns in column_parts(shape.head_dim):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.plain_sm[warpgroup] = result[:, columns.start : columns.start + columns.size]
-        plgpu.commit_smem()
-        rows_sm, out_ref = refs.plain_sm.at[warpgroup], refs.out_ref.at[:, head, columns]
-        size = MMA_ROWS
-        while size:
-            begin = num_rows & ~jnp.int32(2 * size - 1)
+        out_ref = refs.out_ref.at[:, head, columns]
 
-            @pl.when((num_rows & size) != 0)
-            def _(size=size, begin=begin, rows_sm=rows_sm, out_ref=out_ref):
-                plgpu.copy_smem_to_gmem(
-                    rows_sm.at[pl.ds(begin, size)], out_ref.at[pl.ds(token + begin, size)]
-                )
+        def write_term(term, rest, out_ref=out_ref):
+            """Returns what the term leaves for the next."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rounded = rest.astype(shape.dtype)
+            rows_sm[...] = rounded
+            plgpu.commit_smem()
+            size = MMA_ROWS
+            while size:
+                begin = num_rows & ~jnp.int32(2 * size - 1)
 
-            size //= 2
+                @pl.when((num_rows & size) != 0)
+                def _(size=size, begin=begin):
+                    plgpu.copy_smem_to_gmem(
+                        rows_sm.at[pl.ds(begin, size)],
+                        out_ref.at[shape.tokens(term, token + begin, size)],
+                    )
+
+                size //= 2
+            return rest - rounded.astype(rest.dtype)
+
+        part = result[:, columns.start : columns.start + columns.size]
+        lax.fori_loop(0, shape.num_terms, write_term, part)
 
 
 def _mask(scores, first_query, first_key, options: AttentionOptions):

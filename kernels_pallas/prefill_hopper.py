@@ -41,7 +41,7 @@ from kernels_pallas.tuning import HopperPrefillTuning
 
 
 def paged_prefill(
-    q: Float[Array, "num_tokens num_q_heads head_dim"],
+    q: Float[Array, "num_terms num_tokens num_q_heads head_dim"],
     pool: KVPool,
     first_row: Int32[Array, ""],
     block_tables: Int32[Array, "num_rows max_blocks_per_row"],
@@ -52,38 +52,44 @@ def paged_prefill(
     tuning: HopperPrefillTuning,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "num_padded_tokens num_q_heads head_dim"]:
+) -> Float[Array, "num_terms num_padded_tokens num_q_heads head_dim"]:
     """Attends the plan's queries to their rows' keys, which are in the pool already.
 
     Args:
+      q: in one term or two of the pool's type (`terms`).
       first_row: the layer's first row in the pool (`pool.first_row(layer)`).
       plan: made with this tuning's `q_tile`.
       interpret: run on the CPU; the probabilities then go through shared memory.
 
     Returns:
-      The output, of a few tokens perhaps more than `q`; those that are in no tile hold anything.
+      The output, in as many terms as `q`, of a few tokens perhaps more; those that are in no tile
+      hold anything.
     """
-    shape = PrefillShape(
-        num_q_heads=q.shape[1],
-        group=q.shape[1] // pool.num_kv_heads,
-        head_dim=q.shape[2],
-        block_size=pool.block_size,
-        dtype=q.dtype,
-        has_sinks=sinks is not None,
-    )
-    num_tokens = q.shape[0]
+    num_terms, num_tokens, num_q_heads, head_dim = q.shape
     # Boxes are whole tiles of 8 tokens, and none may be larger than the array. The last one may
     # reach past the end, where TMA gives 0; the interpreter refuses that.
     missing = max(-num_tokens % 8, MMA_ROWS - num_tokens)
     if interpret is not None:
         missing = -num_tokens % 8 + tuning.q_tile
     if missing:
-        q = jnp.pad(q, ((0, missing), (0, 0), (0, 0)))
+        q = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    shape = PrefillShape(
+        num_terms=num_terms,
+        num_padded_tokens=num_tokens + missing,
+        num_q_heads=num_q_heads,
+        group=num_q_heads // pool.num_kv_heads,
+        head_dim=head_dim,
+        block_size=pool.block_size,
+        dtype=q.dtype,
+        has_sinks=sinks is not None,
+    )
+    # A box at one term's end may reach into the next: those rows are no queries.
+    flat_q = q.reshape(-1, num_q_heads, head_dim)
     kernel = plgpu.kernel(
         functools.partial(
             _entry, shape=shape, options=options, tuning=tuning, interpreted=interpret is not None
         ),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(flat_q.shape, q.dtype),
         grid=(tuning.num_programs,),
         grid_names=("program",),
         num_threads=tuning.attenders + 1,
@@ -91,9 +97,9 @@ def paged_prefill(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         **interpreted_options(interpret),
     )
-    sinks = jnp.full((q.shape[1],), NEVER) if sinks is None else sinks * LOG2E
-    return kernel(
-        q,
+    sinks = jnp.full((num_q_heads,), NEVER) if sinks is None else sinks * LOG2E
+    out = kernel(
+        flat_q,
         pool.data,
         block_tables,
         kv_lens,
@@ -102,6 +108,7 @@ def paged_prefill(
         plan.num_tiles,
         sinks,
     )
+    return out.reshape(q.shape)
 
 
 def _entry(
@@ -109,7 +116,7 @@ def _entry(
 ):
     """Allocates shared memory and barriers, then splits into the loader and the attenders."""
     attenders, stages = tuning.attenders, tuning.stages
-    q_shape = (tuning.q_slots * attenders, MMA_ROWS, shape.head_dim)
+    q_shape = (tuning.q_slots * attenders, shape.num_terms, MMA_ROWS, shape.head_dim)
     kv_shape = (stages, tuning.kv_tile, shape.head_dim)
     plain_shape = (attenders, MMA_ROWS, part_size(shape.head_dim))
     num_boxes = max(1, tuning.kv_tile // shape.block_size)
@@ -123,7 +130,9 @@ def _entry(
         swizzled_smem(kv_shape, shape.dtype),  # v
         plgpu.SMEM(plain_shape, shape.dtype),  # q and out, unswizzled
         swizzled_smem(p_shape, shape.dtype) if interpreted else None,
-        plgpu.Barrier(num_barriers=tuning.q_slots * attenders),  # q is there
+        plgpu.Barrier(
+            num_arrivals=shape.num_terms, num_barriers=tuning.q_slots * attenders
+        ),  # q is there
         plgpu.Barrier(num_barriers=attenders),  # unswizzled q is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # k is there
         plgpu.Barrier(num_arrivals=num_boxes, num_barriers=stages),  # v is there

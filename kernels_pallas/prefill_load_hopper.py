@@ -13,7 +13,8 @@ from kernels_pallas.tuning import HopperPrefillTuning
 def load(refs: PrefillRefs, walk: Walk, shape: PrefillShape, tuning: HopperPrefillTuning) -> None:
     """Fills the slots of queries (where aligned: see `prefill_hopper`), keys and values."""
     attenders, stages, q_slots = tuning.attenders, tuning.stages, tuning.q_slots
-    plgpu.set_max_registers(24 if is_wide(shape.head_dim) else 40, action="decrease")
+    if attenders > 1:
+        plgpu.set_max_registers(24 if is_wide(shape.head_dim) else 40, action="decrease")
 
     def load_q(item: Item):
         slot = lax.rem(item.number, jnp.int32(q_slots))
@@ -26,11 +27,12 @@ def load(refs: PrefillRefs, walk: Walk, shape: PrefillShape, tuning: HopperPrefi
             @pl.when(lax.rem(item.token, jnp.int32(8)) == 0)
             def _(w=w, q_slot=q_slot):
                 begin = lax.div(item.token, jnp.int32(8)) * 8 + w * MMA_ROWS
-                plgpu.copy_gmem_to_smem(
-                    refs.q_ref.at[pl.ds(begin, MMA_ROWS), item.head],
-                    refs.q_sm.at[q_slot],
-                    refs.q_there.at[q_slot],
-                )
+                for term in range(shape.num_terms):
+                    plgpu.copy_gmem_to_smem(
+                        refs.q_ref.at[shape.tokens(term, begin, MMA_ROWS), item.head],
+                        refs.q_sm.at[q_slot, term],
+                        refs.q_there.at[q_slot],
+                    )
 
     def load_kv(item: Item):
         kv_head = lax.div(item.head, jnp.int32(shape.group))

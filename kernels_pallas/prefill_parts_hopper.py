@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.prefill_plan import TileColumn
@@ -14,6 +15,8 @@ from kernels_pallas.tuning import HopperPrefillTuning
 
 @dataclass(frozen=True)
 class PrefillShape:
+    num_terms: int  # of queries and of results: see `terms`
+    num_padded_tokens: int
     num_q_heads: int
     group: int  # query heads a KV head
     head_dim: int
@@ -21,12 +24,16 @@ class PrefillShape:
     dtype: jnp.dtype
     has_sinks: bool
 
+    def tokens(self, term: Any, begin: Any, size: int) -> Any:
+        """The slice of one term's tokens, of the terms that lie one behind the other."""
+        return pl.ds(begin + term * self.num_padded_tokens, size)
+
 
 @dataclass(frozen=True)
 class PrefillRefs:
     """The kernel's memory and barriers, in the order in which a program is handed them."""
 
-    q_ref: Any  # [num_tokens, q heads, head_dim] GMEM
+    q_ref: Any  # [num_terms * num_padded_tokens, q heads, head_dim] GMEM
     pool_ref: Any  # [pool_rows, 2, kv heads, block_size, head_dim] GMEM
     tables_ref: Any  # i32[num_rows, max_blocks_per_row] GMEM
     kv_lens_ref: Any  # i32[num_rows] GMEM
@@ -35,14 +42,14 @@ class PrefillRefs:
     num_tiles_ref: Any  # i32[1] GMEM
     sinks_ref: Any  # f32[q heads] GMEM
 
-    out_ref: Any  # [num_tokens, q heads, head_dim] GMEM
+    out_ref: Any  # [num_terms * num_padded_tokens, q heads, head_dim] GMEM
 
-    q_sm: Any  # [q_slots * attenders, MMA_ROWS, head_dim] SMEM: q, then swizzled results
+    q_sm: Any  # [q_slots * attenders, num_terms, MMA_ROWS, head_dim] SMEM: q, swizzled results
     k_sm: Any  # [stages, kv_tile, head_dim] SMEM
     v_sm: Any  # [stages, kv_tile, head_dim] SMEM
     plain_sm: Any  # [attenders, MMA_ROWS, part_size] SMEM: q and results, unswizzled
     p_sm: Any  # [attenders, MMA_ROWS, kv_tile] SMEM, or None
-    q_there: Any  # [q_slots * attenders]
+    q_there: Any  # [q_slots * attenders], one arrival a term
     plain_there: Any  # [attenders]
     k_there: Any  # [stages]
     v_there: Any  # [stages]

@@ -72,18 +72,24 @@ class HopperTuning:
     prefill: HopperPrefillTuning
 
 
-def hopper_tuning(*, num_units: int, head_dim: int, num_programs: int) -> HopperTuning:
+def hopper_tuning(
+    *, num_units: int, head_dim: int, num_programs: int, num_terms: int = 1
+) -> HopperTuning:
     """Sizes measured best on an H200 (docs/performance.md); all fit its shared memory.
 
     Args:
       num_units: rows times KV heads of a decode step. Few of them are cut into many parts each:
         then fewer workers leave fewer parts to merge.
+      num_terms: of queries (`terms`). Steps with two have few tokens: one attender holds them, and
+        their terms have the other one's room.
     """
     num_workers, stages = (num_programs, 4) if num_units <= num_programs else (2 * num_programs, 2)
     prefill = HopperPrefillTuning(num_programs=num_programs)
     if head_dim > 128:
         num_workers, stages = num_programs, 2
         prefill = HopperPrefillTuning(64, 2, q_slots=1, num_programs=num_programs)
+    if num_terms > 1:
+        prefill = replace(prefill, attenders=1)
     decode = HopperDecodeTuning(64, stages, num_workers)
     return HopperTuning(decode, prefill)
 

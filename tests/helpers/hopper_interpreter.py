@@ -26,6 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import attention_hopper
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.pool import KVPool
+from kernels_pallas.prefill_hopper import paged_prefill
+from kernels_pallas.prefill_plan import make_prefill_plan
 from kernels_pallas.tuning import HopperDecodeTuning, HopperPrefillTuning, HopperTuning
 
 # What the interpreter says of a race, and JAX 0.11 of a barrier that completes unobserved.
@@ -64,6 +66,44 @@ def _attend(args, sinks, *, options, tuning):
     )
 
 
+def interpret_prefill(
+    q: jax.Array,
+    case: AttentionCase,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+    tuning: HopperPrefillTuning,
+) -> jax.Array:
+    """Runs the prefill kernel alone, over a pool that has the step's keys and values already.
+
+    Args:
+      q: [num_terms, num_tokens, num_q_heads, head_dim], instead of the case's.
+
+    Returns:
+      [num_terms, num_tokens, num_q_heads, head_dim]; padding tokens hold anything.
+    """
+    with mock.patch.object(gpu_callbacks, "wgmma", _wgmma_with_checked_reads):
+        arrays = case.pool, case.layer, case.metadata
+        out = _run_prefill(q, *arrays, sinks, options=options, tuning=tuning)
+        return jax.block_until_ready(out)
+
+
+def _prefill(q, pool, layer, metadata, sinks, *, options, tuning):
+    out = paged_prefill(
+        q,
+        pool,
+        pool.first_row(layer),
+        metadata.block_tables,
+        metadata.kv_lens,
+        make_prefill_plan(metadata, tuning.q_tile),
+        options,
+        sinks,
+        tuning,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    return out[:, : q.shape[1]]
+
+
+_run_prefill: Any = jax.jit(_prefill, static_argnames=("options", "tuning"))
 _run: Any = jax.jit(_attend, static_argnames=("options", "tuning"))
 _wgmma: Any = gpu_callbacks.wgmma
 
