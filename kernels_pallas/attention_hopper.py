@@ -56,12 +56,13 @@ def num_multiprocessors() -> int:
     return found or _H200_MULTIPROCESSORS
 
 
-def tuning_for(pool: KVPool, metadata: AttentionMetadata) -> HopperTuning:
+def tuning_for(q: Shaped, pool: KVPool, metadata: AttentionMetadata) -> HopperTuning:
     """What suits these shapes, on the default device or, without one, on an H200."""
     return hopper_tuning(
         num_units=metadata.num_rows * pool.num_kv_heads,
         head_dim=pool.lanes,
         num_programs=num_multiprocessors(),
+        num_terms=num_terms(q.dtype, pool.dtype),
     )
 
 
@@ -171,7 +172,7 @@ def attend(
         return decode()
     prefill_plan = make_prefill_plan(metadata, tuning.prefill.q_tile)
     out = paged_prefill(
-        q[None],
+        q,
         *shared,
         own_lens(metadata.kv_lens),
         prefill_plan,
@@ -179,7 +180,7 @@ def attend(
         sinks,
         tuning.prefill,
         interpret=interpret,
-    )[0]
+    )
     if writes_whole_rows(group, pool.lanes):
         out = decode(out=out)
     else:

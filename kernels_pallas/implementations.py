@@ -46,7 +46,7 @@ def tuning_for(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -
     """What suits the implementation, for these shapes."""
     kind = tuning_kind(name)
     if kind is HopperTuning:
-        return attention_hopper.tuning_for(pool, metadata)
+        return attention_hopper.tuning_for(q, pool, metadata)
     return (
         attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
     )

@@ -136,7 +136,7 @@ def qkv_attention(
         out, pool = paged_attention(q, k, v, pool, layer, metadata, impl=impl, **options)
         return in_terms(out, pool.dtype, num_terms(q.dtype, pool.dtype)), pool
     options = AttentionOptions(sm_scale, window, soft_cap)
-    tuning = attention_hopper.tuning_for(pool, metadata)
+    tuning = attention_hopper.tuning_for(q, pool, metadata)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), pool.dtype)
     checks.check_attention(q, kv, kv, pool, layer, metadata, options, sinks, tuning)
     return attention_hopper.qkv_attention(

@@ -22,6 +22,7 @@ from kernels_pallas.write_qkv_hopper import write_qkv
 
 IMPL = "hopper"
 TOLERANCE = 1e-2  # relative error of a whole output, bf16 against float64
+TERMS_TOLERANCE = 2e-5  # of a result in two terms, which has 16 bits
 STEPS_PER_SHAPE = 16
 
 # KV heads, query heads a KV head, head_dim, block_size, options.
@@ -42,6 +43,10 @@ SHAPES = [
     (4, 4, 128, 16, {"dtype": jnp.float16}),
     (4, 2, 256, 16, {"soft_cap": 50.0}),
     (1, 8, 256, 64, {"window": 50}),
+    (8, 4, 128, 16, {"q_dtype": jnp.float32}),
+    (3, 3, 64, 16, {"q_dtype": jnp.float32, "sinks": True}),
+    (4, 2, 256, 16, {"q_dtype": jnp.float32, "soft_cap": 50.0}),
+    (2, 8, 128, 32, {"q_dtype": jnp.float32, "dtype": jnp.float16, "window": 50}),
 ]
 
 
@@ -69,8 +74,9 @@ def shape_errors(number: int, kind: str) -> list[float]:
     """Relative errors of random steps of one shape."""
     num_tokens, num_rows = KINDS[kind]
     num_kv_heads, group, head_dim, block_size, options = SHAPES[number]
-    dtype = options.get("dtype", jnp.bfloat16)
-    options = {name: value for name, value in options.items() if name != "dtype"}
+    options = dict(options)
+    dtype = options.pop("dtype", jnp.bfloat16)
+    q_dtype = options.pop("q_dtype", dtype)
     shape = Shape(
         num_q_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
@@ -83,7 +89,7 @@ def shape_errors(number: int, kind: str) -> list[float]:
         dtype=dtype,
     )
     cases = random_cases(shape, number, options.get("window"))
-    errors = [step_error(case, **options) for case in cases]
+    errors = [step_error(with_queries(case, q_dtype), **options) for case in cases]
     assert max(errors) < TOLERANCE, f"{shape} {options}: relative error {max(errors):.1e}"
     return errors
 
@@ -102,6 +108,13 @@ def random_cases(shape: Shape, seed: int, window: int | None) -> Iterator[Attent
         yield make_case(
             rows, num_decode_rows=num_decode, shape=shape, seed=100 * seed + step, window=window
         )
+
+
+def with_queries(case: AttentionCase, dtype: DTypeLike) -> AttentionCase:
+    """Float32 queries have all of their bits: they are no bfloat16 values."""
+    if dtype == case.q.dtype:
+        return case
+    return replace(case, q=case.q.astype(dtype) * 1.01)
 
 
 def step_error(case: AttentionCase, *, sinks: bool = False, scale: float = 1.0, **options) -> float:
@@ -157,6 +170,10 @@ def check_controls() -> None:
         error = np.linalg.norm(difference) / np.linalg.norm(expected)
         assert not error < TOLERANCE, f"{name} went unnoticed"
     assert step_error(case, scale=1.3) > TOLERANCE, "a wrong scale went unnoticed"
+    # Nothing but the result could be rounded, for all weights are 1.
+    even = replace(case, q=jnp.zeros_like(case.q))
+    wide_error = step_error(with_queries(even, jnp.float32))
+    assert wide_error < TERMS_TOLERANCE < step_error(even), f"in two terms {wide_error:.1e}"
 
 
 # --- the write ---------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ def step_jaxpr(head_dim: int, num_tokens: int, heads_dtype: Any) -> Any:
         dtype=jnp.bfloat16,
         layout="hopper",
     )
-    tuning = attention_hopper.tuning_for(pool, metadata)
+    heads = jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), heads_dtype)
+    tuning = attention_hopper.tuning_for(heads, pool, metadata)
 
     def step(heads, q, scale, angles, pool, metadata):
         if head_dim <= 128:
@@ -122,7 +123,7 @@ def step_jaxpr(head_dim: int, num_tokens: int, heads_dtype: Any) -> Any:
         return attention_hopper.attend(q, group, pool, 0, metadata, options, None, tuning), pool
 
     return jax.make_jaxpr(step)(
-        jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), heads_dtype),
+        heads,
         jnp.zeros(
             (num_terms(heads_dtype, pool.dtype), num_tokens, num_kv_heads * group, head_dim),
             pool.dtype,

@@ -50,8 +50,12 @@ def test_a_decode_step_equals_the_oracle_and_a_dropped_block_shows():
     assert not relative_error(case, other) < TOLERANCE
 
 
-def qkv_step(case, impl):
-    """A step from the qkv product on, without norms: real tokens' output, and the layer's pool."""
+def qkv_step(case, impl, dtype):
+    """A step from the qkv product on, without norms: real tokens' output, and the layer's pool.
+
+    Args:
+      dtype: of the product.
+    """
     pool = with_layout(case.pool, ops.pool_layout(impl))
     num_tokens, num_kv_heads, head_dim = case.k_new.shape
     grouped = case.q.reshape(num_tokens, num_kv_heads, -1, head_dim)
@@ -59,11 +63,12 @@ def qkv_step(case, impl):
     angles = np.random.default_rng(0).uniform(0, 6, (num_tokens, head_dim // 2))
     rope = RopeTables(jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles)))
     step = jax.jit(partial(ops.qkv_attention, sm_scale=0.125, impl=impl))
-    out, pool = step(heads, None, rope, pool, jnp.int32(case.layer), case.metadata)
+    out, pool = step(heads.astype(dtype), None, rope, pool, jnp.int32(case.layer), case.metadata)
     num_real = int(case.metadata.cu_q_lens[-1])
     return np.asarray(sum_of(out)[:num_real], np.float64), pool.layer_kv(case.layer)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("rows", "num_decode_rows", "num_tokens", "num_heads"),
     [
@@ -72,13 +77,15 @@ def qkv_step(case, impl):
     ],
     ids=["mixed", "decode"],
 )
-def test_a_step_from_the_qkv_product_on(rows, num_decode_rows, num_tokens, num_heads, monkeypatch):
-    monkeypatch.setattr(attention_hopper, "tuning_for", lambda pool, metadata: TUNING)
+def test_a_step_from_the_qkv_product_on(
+    rows, num_decode_rows, num_tokens, num_heads, dtype, monkeypatch
+):
+    monkeypatch.setattr(attention_hopper, "tuning_for", lambda q, pool, metadata: TUNING)
     q_heads, kv_heads = num_heads
     step = Shape(q_heads, kv_heads, 64, 16, num_tokens=num_tokens, num_rows=8, dtype=jnp.bfloat16)
     case = make_case(rows, num_decode_rows=num_decode_rows, shape=step)
     (out, blocks), (expected, expected_blocks) = (
-        qkv_step(case, impl) for impl in ("hopper_interpret", "xla")
+        qkv_step(case, impl, dtype) for impl in ("hopper_interpret", "xla")
     )
     assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < TOLERANCE
     for found, wanted in zip(blocks, expected_blocks, strict=True):
