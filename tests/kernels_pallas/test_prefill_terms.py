@@ -137,12 +137,13 @@ def test_random_keys_leave_what_the_weights_rounding_does(name):
     assert rms(2) < rms(1) / 2
 
 
+@pytest.fixture(scope="module")
+def case() -> AttentionCase:
+    return prepared(VARIANTS["few_tokens"], equal_keys=True)
+
+
 class TestNegativeControls:
     """Without one of the four terms the comparison above must fail, by far."""
-
-    @pytest.fixture(scope="class")
-    def case(self):
-        return prepared(VARIANTS["few_tokens"], equal_keys=True)
 
     @pytest.mark.parametrize("term", [0, 1])
     def test_of_queries(self, case, term):
