@@ -20,6 +20,8 @@ from kernels_pallas.hopper_parts import (
     clear_invisible,
     mma_accumulator,
     store_slowly,
+    store_transposed,
+    transposed,
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.tuning import HopperDecodeTuning
@@ -70,7 +72,7 @@ def attend(
             decay = jnp.exp2(m - m_new)
             p = jnp.exp2(scores * factor - _spread(m_new, scores))
             weights = weights * _spread(decay, weights) + p
-            refs.p_sm.transpose((1, 0))[...] = _transposed(p.astype(shape.dtype))
+            refs.p_sm.transpose((1, 0))[...] = transposed(p.astype(shape.dtype))
             plgpu.commit_smem()
             plgpu.barrier_wait(refs.v_there.at[slot])
             if masked:
@@ -109,7 +111,7 @@ def attend(
                 if term:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 rounded = values.astype(shape.dtype)
-                store_slowly(refs.out_sm.transpose((1, 0)), _transposed(rounded))
+                store_transposed(refs.out_sm, rounded)
                 values = values - rounded.astype(jnp.float32)
                 write(term)
 
@@ -154,8 +156,3 @@ def _zeros(*shape: int):
 def _spread(values, like):
     """One value a query, for every row of `like`."""
     return plgpu.layout_cast(lax.broadcast_in_dim(values, like.shape, [1]), plgpu.Layout.WGMMA)
-
-
-def _transposed(values):
-    """The same values, in registers that make for stores into a transposed array."""
-    return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -49,6 +49,16 @@ def store_slowly(ref, values) -> None:
         ref[...] = values
 
 
+def transposed(values):
+    """The same values, in registers that make for stores into a transposed array."""
+    return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def store_transposed(ref, values) -> None:
+    """Stores registers in shared memory whose axes are the other way round, unswizzled."""
+    store_slowly(ref.transpose((1, 0)), transposed(values))
+
+
 def kv_boxes(tables_ref, row, tile, first_row, block_size: int, kv_tile: int):
     """(pool row, offset, size) of each part of a KV tile that one TMA box can take."""
     size, last = block_size, tables_ref.shape[1] - 1  # a tile may reach past the table

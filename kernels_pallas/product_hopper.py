@@ -6,8 +6,10 @@ ring of TMA boxes, the other multiplies. Where tiles are too few for all multipr
 programs share a tile's inner axis; their sums stay apart, float32, for whoever reads them adds them
 up together with what it does anyway (a residual, a norm).
 
-Terms of x (see `terms.py`) lie below each other and come in one box; each is multiplied by the same
-weights, into the same sums.
+Results stand columns by rows: the matrix unit reads 64 columns of the weights once for up to 256
+rows of x, terms (see `terms.py`) below each other, and works no more than there are rows. With rows
+first it would work for 64 of them, and read them, and the weights once more for each term: from
+shared memory, whose rate is not much above what the weights come in at.
 """
 
 import functools
@@ -25,6 +27,7 @@ from kernels_pallas.hopper_parts import (
     MMA_ROWS,
     interpreted_options,
     mma_accumulator,
+    store_transposed,
     swizzled_smem,
 )
 from kernels_pallas.metadata import Shaped
@@ -144,10 +147,9 @@ def _run(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
-            # A term's matrix tile reaches past its rows, into the next term's or nobody's.
-            swizzled_smem((tiling.stages, MMA_ROWS + (num_terms - 1) * num_rows, STEP), x.dtype),
+            swizzled_smem((tiling.stages, num_terms * num_rows, STEP), x.dtype),
             swizzled_smem((tiling.stages, parts, STEP, tiling.tile), x.dtype),
-            plgpu.SMEM((MMA_ROWS, tiling.tile), out_type.dtype),
+            plgpu.SMEM((num_rows, tiling.tile), out_type.dtype),
             plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiling.stages),
             plgpu.Barrier(num_barriers=tiling.stages),
         ),
@@ -162,9 +164,9 @@ def _program(
     x_ref,  # [num_terms * num_rows, inner] GMEM
     w_ref,  # [inner, num_columns] GMEM
     out_ref,  # [split or num_terms, num_rows, columns] GMEM
-    x_sm,  # [stages, MMA_ROWS and more for more terms, STEP] SMEM
+    x_sm,  # [stages, num_terms * num_rows, STEP] SMEM
     w_sm,  # [stages, parts, STEP, tile] SMEM
-    out_sm,  # [MMA_ROWS, tile] SMEM
+    out_sm,  # [num_rows, tile] SMEM
     there,
     read,
     *,
@@ -190,15 +192,13 @@ def _program(
                 plgpu.copy_gmem_to_smem(
                     w_ref.at[inner, columns], w_sm.at[slot, part], there.at[slot]
                 )
-            plgpu.copy_gmem_to_smem(
-                x_ref.at[:, inner], x_sm.at[slot, pl.ds(0, x_ref.shape[0])], there.at[slot]
-            )
+            plgpu.copy_gmem_to_smem(x_ref.at[:, inner], x_sm.at[slot], there.at[slot])
 
     def write(values, place):
-        out_sm[...] = values
+        store_transposed(out_sm, values)
         plgpu.commit_smem()
         columns = pl.ds(first_column, tiling.tile)
-        plgpu.copy_smem_to_gmem(out_sm.at[pl.ds(0, num_rows)], out_ref.at[place, :, columns])
+        plgpu.copy_smem_to_gmem(out_sm, out_ref.at[place, :, columns])
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _multiply():
@@ -208,18 +208,23 @@ def _program(
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(there.at[slot])
                 for part, acc in enumerate(accs):
-                    for term in range(num_terms):  # rows past num_rows: anything, not stored
-                        rows = x_sm.at[slot, pl.ds(term * num_rows, MMA_ROWS)]
-                        plgpu.wgmma(acc, rows, w_sm.at[slot, part])
-                plgpu.wgmma_wait(len(accs) * num_terms)
+                    weights, rows = w_sm.at[slot, part], x_sm.at[slot]
+                    plgpu.wgmma(acc, weights.transpose((1, 0)), rows.transpose((1, 0)))
+                plgpu.wgmma_wait(len(accs))
                 # The products before these have read their operands.
                 pl.when((i > 0) & (i - 1 + stages < total))(
                     lambda: plgpu.barrier_arrive(read.at[lax.rem(i - 1, stages)])
                 )
 
-            return tuple(acc[...] for acc in accs)
+            return tuple(sum_of_terms(acc[...]) for acc in accs)
 
-        sums = pl.run_scoped(add_up, *[mma_accumulator(MMA_ROWS, tiling.tile)] * len(offsets))
+        def sum_of_terms(products):
+            if num_terms == 1:
+                return products
+            return products[:, :num_rows] + products[:, num_rows:]
+
+        accumulator = mma_accumulator(tiling.tile, num_terms * num_rows)
+        sums = pl.run_scoped(add_up, *[accumulator] * len(offsets))
         if ups_begin is None:
             write(sums[0].astype(out_sm.dtype), share)
         else:
