@@ -24,7 +24,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.hopper_parts import (
-    MMA_ROWS,
     interpreted_options,
     mma_accumulator,
     store_transposed,
@@ -33,7 +32,10 @@ from kernels_pallas.hopper_parts import (
 from kernels_pallas.metadata import Shaped
 
 STEP = 64  # of the inner axis, and columns: one swizzle pattern
+MAX_ROWS = 64  # of terms
 WIDE_ROWS = 64  # from so many rows of terms on, reading them once more for each tile costs too much
+FEW_ROWS = 32  # up to so many a multiprocessor has room for two programs of an axis that is shared
+MIN_STEPS = 16  # of a program then
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ class ProductTiling:
 
 def can_multiply(x: Shaped, w: Shaped, *, is_gated: bool = False) -> bool:
     """Whether the kernel takes these arrays: `[num_terms, num_rows, inner]` and weights."""
-    num_rows, columns = x.shape[1], w.shape[1] // (2 if is_gated else 1)
+    num_terms, num_rows, inner = x.shape
+    columns = w.shape[1] // (2 if is_gated else 1)
     return (
         x.dtype == w.dtype
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and num_rows % 8 == 0
-        and 0 < num_rows <= MMA_ROWS
-        and w.shape[0] % STEP == 0
+        and 0 < num_terms * num_rows <= MAX_ROWS
+        and inner % STEP == 0
         and columns % STEP == 0
     )
 
@@ -73,16 +76,16 @@ def product_tiling(x: Shaped, columns: int, *, is_gated: bool, num_programs: int
       num_programs: multiprocessors.
     """
     num_terms, num_rows, inner = x.shape
-    tiles, num_rows = columns // STEP, num_terms * num_rows
-    is_tall = num_terms > 1 and num_rows >= WIDE_ROWS
+    tiles, num_rows, num_steps = columns // STEP, num_terms * num_rows, inner // STEP
     if is_gated:  # few stages: two programs fit on a multiprocessor
-        return ProductTiling(STEP, 1, 3 if is_tall else 4)
-    split = max(1, min(round(num_programs / tiles), inner // STEP))
+        return ProductTiling(STEP, 1, 4)
+    split = max(1, min(round(num_programs / tiles), num_steps))
     if split == 1 and num_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
         fits_twice = columns // STEP <= num_programs and inner > STEP
         return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
-    stages = 8 if tiles * split <= num_programs else 6
-    return ProductTiling(STEP, split, stages - 2 if is_tall else stages)
+    if split > 1 and num_rows <= FEW_ROWS:
+        split = max(split, min(2 * num_programs // tiles, num_steps // MIN_STEPS))
+    return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
 
 
 def product(

@@ -15,7 +15,7 @@ from kernels_pallas.metadata import Shaped
 from kernels_pallas.terms import num_terms
 
 MAX_WIDE_TOKENS = 64
-MAX_TWO_TERM_TOKENS = 32
+MAX_TWO_TERM_TOKENS = 16
 
 
 def hidden_dtype(num_tokens: int, dtype: DTypeLike) -> DTypeLike:
