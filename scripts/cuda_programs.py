@@ -47,6 +47,7 @@ class Program:
       registers: the same, registers a thread.
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
       num_slices: kernels of a step that are handed slices of arguments in place.
+      num_graph_loops: loops of a step in its CUDA graphs.
     """
 
     compiled: jax.stages.Compiled
@@ -56,6 +57,7 @@ class Program:
     registers: tuple[int, ...]
     launches: tuple[str, ...] | None = None
     num_slices: int = 0
+    num_graph_loops: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -94,7 +96,12 @@ def _with_launches(program: Program, folder: Path, before: set[Path]) -> Program
     (file,) = set(folder.glob(_LAUNCH_FILES)) - before
     text = file.read_text()
     launches = tuple(re.findall(r"^\d+: (\w+)", text, re.MULTILINE))
-    return replace(program, launches=launches, num_slices=text.count("kDynamicSliceFusion"))
+    return replace(
+        program,
+        launches=launches,
+        num_slices=text.count("kDynamicSliceFusion"),
+        num_graph_loops=len(re.findall(r"^\s+\d+: kWhile", text, re.MULTILINE)),
+    )
 
 
 def h200_mesh() -> Mesh:
@@ -204,26 +211,26 @@ def compile_sample(
     step_folder: Path,
     dump_folder: Path,
     *,
-    in_graph: bool = True,
+    options: dict[str, Any] | None = None,
 ) -> Program:
     """The engine's own `sample` program of a number of rows.
 
     Args:
       step_folder: that of `dump_steps`.
-      in_graph: False leaves the loops to the host, as XLA does by itself.
+      options: XLA's, in place of the engine's.
     """
     bucket = Bucket(num_rows, num_rows)
     executables, _ = _executables(mesh, model, bucket, 4096)
     before = set(step_folder.glob(_LAUNCH_FILES))
 
     def compile_it() -> jax.stages.Compiled:
-        if in_graph:
+        if options is None:
             return executables.sample(bucket, variant)
         logits = _struct(mesh, (num_rows, model.vocab_size), jnp.float32)
         words = _struct(mesh, (NUM_SAMPLE_WORDS, num_rows), jnp.int32)
         state = _state(mesh, bucket, 4096)
         step = jax.jit(partial(sample_step, variant=variant), donate_argnums=1)
-        return step.lower(logits, state, words).compile()
+        return step.lower(logits, state, words).compile(options)
 
     program = _compile(mesh, compile_it, None, dump_folder)
     return _with_launches(program, step_folder, before)

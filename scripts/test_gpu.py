@@ -13,6 +13,7 @@ from gpu_parts_engines import check_compiles, check_engines
 from gpu_parts_kernels import SHAPES, check_kernels, check_write
 from gpu_parts_models import check_bf16, check_float32, check_smollm2
 from gpu_parts_products import check_products
+from gpu_parts_sampling import check_sample
 
 
 def main() -> int:
@@ -21,6 +22,7 @@ def main() -> int:
         "kernels": check_kernels,
         "write": check_write,
         "products": check_products,
+        "sample": check_sample,
         "float32": check_float32,
         "bf16": check_bf16,
         "smollm2": check_smollm2,

@@ -34,13 +34,6 @@ MAX_UPDATES = 1024
 MAX_SCORED = 64
 # From this many tokens on cuBLASLt's products beat Triton's on an H200 (docs/performance.md).
 MIN_CUBLAS_TOKENS = 64
-# A loop is part of its program's CUDA graph, so that the host does not drive it: the default list
-# and WHILE. Before JAX 0.12 graphs must also be allowed to be small, for a loop counts as one part.
-LOOPS_IN_GRAPHS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
-    "DYNAMIC_SLICE_FUSION,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
-}
 
 
 class Executables:
@@ -108,7 +101,6 @@ class Executables:
             partial(sample_step, variant=variant),
             (logits, self._state, words),
             donate=(1,),
-            options=self._sample_options(variant),
         )
 
     def adjust(self, bucket: Bucket) -> Any:
@@ -197,12 +189,6 @@ class Executables:
         if bucket.num_tokens >= MIN_CUBLAS_TOKENS:
             options["xla_gpu_enable_triton_gemm"] = False
         return options
-
-    def _sample_options(self, variant: Variant) -> dict[str, Any]:
-        """XLA's options for a `sample`."""
-        if self._platform != "gpu" or variant is Variant.GREEDY:
-            return {}
-        return LOOPS_IN_GRAPHS
 
     def packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         """Shape of what the host sends."""

@@ -20,8 +20,8 @@ class Packer:
         self._options = np.zeros((NUM_OPTIONS, max_num_seqs + 1), np.int32)
         # How many best tokens each row wants told; -1 = nothing.
         self._num_best = np.full(max_num_seqs + 1, -1, np.int32)
-        # Rows that are drawn at random with top_k and top_p.
-        self._has_both = np.zeros(max_num_seqs + 1, np.bool_)
+        # Of rows that are drawn at random, how many of top_k and top_p are on.
+        self._num_limits = np.zeros(max_num_seqs + 1, np.int32)
         self._templates = {bucket: self._padding(bucket) for bucket in buckets}
 
     def start_rows(self, starts: list[RowStart]) -> None:
@@ -29,8 +29,8 @@ class Packer:
         for start in starts:
             self._options[:, start.row] = dataclasses.astuple(_sample_options(start))
             params = start.params
-            has_both = params.top_k > 0 and params.top_p < 1
-            self._has_both[start.row] = has_both and params.temperature > 0
+            num_limits = (params.top_k > 0) + (params.top_p < 1)
+            self._num_limits[start.row] = num_limits if params.temperature > 0 else 0
             num_best = params.logprobs
             self._num_best[start.row] = -1 if num_best is None else num_best
 
@@ -38,8 +38,8 @@ class Packer:
         """The least that draws every token of the plan."""
         if not self._options[_TEMPERATURE, plan.sample_rows].any():
             return Variant.GREEDY
-        has_both = self._has_both[plan.sample_rows].any()
-        return Variant.RANDOM_BOTH if has_both else Variant.RANDOM
+        most = self._num_limits[plan.sample_rows].max()
+        return (Variant.RANDOM, Variant.LIMITED, Variant.LIMITED_BOTH)[most]
 
     def is_adjusted(self, plan: StepPlan) -> bool:
         """Whether the logits of any token of the plan change before it is drawn."""

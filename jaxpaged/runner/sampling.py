@@ -18,13 +18,14 @@ from jaxpaged.runner.rejection import draw_kept, pad_vocab
 class Variant(enum.Enum):
     """Which executable draws; the host picks the least that does for every row of the step.
 
-    A row gets the same token from each that does for it. All rows are greedy; any options, but no
-    row has both top_k and top_p; any options.
+    A row gets the same token from each that does for it. All rows are greedy; no row has top_k or
+    top_p; no row has both; any options. Only the last two have loops, for which a GPU's host waits.
     """
 
     GREEDY = "greedy"
     RANDOM = "random"
-    RANDOM_BOTH = "random_both"
+    LIMITED = "limited"
+    LIMITED_BOTH = "limited_both"
 
 
 def sample_tokens(
@@ -45,13 +46,17 @@ def sample_tokens(
     if variant is Variant.GREEDY:
         return greedy, is_finite
     is_random = inputs.temperature > 0
-    gaps = pad_vocab(gaps_of(logits, highest, inputs))
+    gaps = gaps_of(logits, highest, inputs)
+    if variant is Variant.RANDOM:
+        drawn = jnp.argmax(_noise(inputs, gaps.shape[1]) - gaps, axis=-1).astype(jnp.int32)
+        return jnp.where(is_random, drawn, greedy), is_finite
+    gaps = pad_vocab(gaps)
     drawn = draw_kept(
         gaps,
         _noise(inputs, gaps.shape[1]) - gaps,
         jnp.where(is_random, inputs.top_k, 0),
         jnp.where(is_random, inputs.top_p, 1.0),
-        has_both=variant is Variant.RANDOM_BOTH,
+        has_both=variant is Variant.LIMITED_BOTH,
     )
     return jnp.where(is_random, drawn, greedy), is_finite
 

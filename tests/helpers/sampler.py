@@ -72,7 +72,7 @@ def _int32(values: Any) -> Any:
 
 
 draw = jax.jit(sample_tokens, static_argnames="variant")
-draw_random = partial(draw, variant=Variant.RANDOM_BOTH)
+draw_random = partial(draw, variant=Variant.LIMITED_BOTH)
 
 
 @partial(jax.jit, static_argnames="has_both")

@@ -10,6 +10,7 @@ from jaxpaged.step_plan import RowStart, StepPlan
 
 GREEDY = ResolvedParams(temperature=0.0, top_k=20, top_p=0.9)
 PLAIN = ResolvedParams()
+MIN_P = ResolvedParams(min_p=0.1)
 TOP_K = ResolvedParams(top_k=20)
 TOP_P = ResolvedParams(top_p=0.9, min_p=0.1)
 BOTH = ResolvedParams(top_k=20, top_p=0.9)
@@ -20,8 +21,9 @@ BOTH = ResolvedParams(top_k=20, top_p=0.9)
     [
         ([GREEDY, GREEDY], Variant.GREEDY),
         ([GREEDY, PLAIN], Variant.RANDOM),
-        ([TOP_K, TOP_P], Variant.RANDOM),
-        ([GREEDY, TOP_K, BOTH], Variant.RANDOM_BOTH),
+        ([PLAIN, MIN_P], Variant.RANDOM),
+        ([PLAIN, TOP_K, TOP_P], Variant.LIMITED),
+        ([GREEDY, TOP_K, BOTH], Variant.LIMITED_BOTH),
     ],
 )
 def test_the_least_variant_that_does_for_every_row(params, expected):
@@ -34,7 +36,7 @@ def test_the_least_variant_that_does_for_every_row(params, expected):
 def test_a_row_that_starts_again_forgets_its_options():
     packer = Packer([Bucket(4, 4)], max_num_seqs=4, block_size=16)
     found = []
-    for params in (BOTH, TOP_P, GREEDY):
+    for params in (BOTH, TOP_P, PLAIN, GREEDY):
         packer.start_rows([RowStart(row=0, params=params, seed=0)])
         found.append(packer.variant(StepPlan(1, sample_rows=[0])))
-    assert found == [Variant.RANDOM_BOTH, Variant.RANDOM, Variant.GREEDY]
+    assert found == [Variant.LIMITED_BOTH, Variant.LIMITED, Variant.RANDOM, Variant.GREEDY]
