@@ -51,7 +51,7 @@ def random_rows(rng: np.random.Generator, num_rows: int, vocab: int) -> np.ndarr
 
 def random_options(rng: np.random.Generator, num_rows: int, variant: Variant) -> dict[str, Any]:
     """A value of each option for each row, of those that the variant does for."""
-    options = {name: rng.choice(choices, num_rows) for name, choices in CHOICES.items()}
+    options = {name: rng.choice(np.asarray(choices), num_rows) for name, choices in CHOICES.items()}
     if variant is Variant.GREEDY:
         options["temperature"] = np.zeros(num_rows)
     if variant is Variant.RANDOM:
@@ -62,7 +62,7 @@ def random_options(rng: np.random.Generator, num_rows: int, variant: Variant) ->
 
 
 def drawn_on(
-    device: jax.Device, rows: np.ndarray, options: dict[str, Any], variant: Variant
+    device: Any, rows: np.ndarray, options: dict[str, Any], variant: Variant
 ) -> np.ndarray:
     with jax.default_device(device):
         inputs = make_inputs(len(rows), **options)
