@@ -19,6 +19,7 @@ from kernels_pallas.hopper_parts import (
     capped_scores,
     clear_invisible,
     mma_accumulator,
+    split_off,
     store_slowly,
     store_transposed,
     transposed,
@@ -110,9 +111,8 @@ def attend(
             for term in range(num_terms):
                 if term:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                rounded = values.astype(shape.dtype)
+                rounded, values = split_off(values, shape.dtype)
                 store_transposed(refs.out_sm, rounded)
-                values = values - rounded.astype(jnp.float32)
                 write(term)
 
         @pl.when(segment.is_whole)

@@ -11,7 +11,13 @@ from jaxtyping import Array
 
 from kernels_pallas.decode_parts_hopper import DecodeShape
 from kernels_pallas.decode_plan import DecodePlan, RowColumn, WorkerColumn
-from kernels_pallas.hopper_parts import LOG2E, NEVER, WARPGROUP, interpreted_options
+from kernels_pallas.hopper_parts import (
+    LOG2E,
+    NEVER,
+    WARPGROUP,
+    interpreted_options,
+    split_off,
+)
 
 COMBINED_AT_ONCE = 8  # partial results
 
@@ -123,9 +129,8 @@ def _combine_unit(
         acc, _, sums = lax.fori_loop(0, num_chunks, merge, start)
         rest = acc * spread([1.0 / total for total in sums])
         for term in range(shape.num_terms):
-            rounded = rest.astype(shape.dtype)
+            rounded, rest = split_off(rest, shape.dtype)
             out_ref[term, row, pl.ds(head * size, size)] = rounded
-            rest = rest - rounded.astype(jnp.float32)
 
 
 def sink_rows(sinks: Array | None, shape: DecodeShape) -> Array:

@@ -49,6 +49,12 @@ def store_slowly(ref, values) -> None:
         ref[...] = values
 
 
+def split_off(values, dtype: jnp.dtype):
+    """(the first term of values, what it leaves for the next), in registers; see `terms.in_terms`."""
+    rounded = values.astype(dtype)
+    return rounded, values - rounded.astype(values.dtype)
+
+
 def transposed(values):
     """The same values, in registers that make for stores into a transposed array."""
     return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -17,6 +17,7 @@ from kernels_pallas.hopper_parts import (
     column_parts,
     is_wide,
     mma_accumulator,
+    split_off,
 )
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.prefill_parts_hopper import Item, PrefillRefs, PrefillShape, Walk, ceil_div
@@ -256,7 +257,7 @@ def _write_rows(refs: PrefillRefs, shape: PrefillShape, result, warpgroup, token
         def write_term(term, rest, out_ref=out_ref):
             """Returns what the term leaves for the next."""
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rounded = rest.astype(shape.dtype)
+            rounded, rest = split_off(rest, shape.dtype)
             rows_sm[...] = rounded
             plgpu.commit_smem()
             size = MMA_ROWS
@@ -271,7 +272,7 @@ def _write_rows(refs: PrefillRefs, shape: PrefillShape, result, warpgroup, token
                     )
 
                 size //= 2
-            return rest - rounded.astype(rest.dtype)
+            return rest
 
         part = result[:, columns.start : columns.start + columns.size]
         lax.fori_loop(0, shape.num_terms, write_term, part)

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.hopper_parts import (
     interpreted_options,
     mma_accumulator,
+    split_off,
     store_transposed,
     swizzled_smem,
 )
@@ -235,9 +236,8 @@ def _program(
             for term in range(num_terms):
                 if term:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                rounded = rest.astype(out_sm.dtype)
+                rounded, rest = split_off(rest, out_sm.dtype)
                 write(rounded, term)
-                rest = rest - rounded.astype(jnp.float32)
         plgpu.wait_smem_to_gmem(0)
 
 

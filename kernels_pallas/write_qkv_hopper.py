@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, swizzled_smem
+from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, split_off, swizzled_smem
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 from kernels_pallas.terms import num_terms
@@ -223,11 +223,8 @@ def _norm(first, second, scales, shape: WriteShape):
 
 
 def _in_terms(x, shape: WriteShape) -> list[Any]:
-    """As `terms.in_terms`, of registers: a cast there and back is one here."""
-    first = x.astype(shape.dtype)
-    if shape.num_terms == 1:
-        return [first]
-    return [first, (x - first.astype(jnp.float32)).astype(shape.dtype)]
+    first, rest = split_off(x, shape.dtype)
+    return [first] if shape.num_terms == 1 else [first, rest.astype(shape.dtype)]
 
 
 def _write_query(refs: WriteRefs, work: Work, shape: WriteShape, terms: list[list[Any]]) -> None:
