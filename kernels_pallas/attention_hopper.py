@@ -186,7 +186,12 @@ def attend(
     else:
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None, None]
         first = jnp.where(row < num_decode_rows, decode(), out[:, :num_rows])
-        out = jax.lax.dynamic_update_slice_in_dim(out, first, 0, axis=1)
+        # why term by term: XLA would copy the whole output first
+        tokens = out.reshape(-1, *out.shape[2:])
+        for term, rows in enumerate(first):
+            begin = term * out.shape[1]
+            tokens = jax.lax.dynamic_update_slice_in_dim(tokens, rows, begin, axis=0)
+        out = tokens.reshape(out.shape)
     # Not before: the decode kernel would be handed a slice in place, and write into another array.
     return out[:, : metadata.num_tokens]
 

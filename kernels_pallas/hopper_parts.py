@@ -50,7 +50,7 @@ def store_slowly(ref, values) -> None:
 
 
 def split_off(values, dtype: jnp.dtype):
-    """(the first term of values, what it leaves for the next), in registers; see `terms.in_terms`."""
+    """(the first term of values, what it leaves for the next): see `terms.in_terms`."""
     rounded = values.astype(dtype)
     return rounded, values - rounded.astype(values.dtype)
 
