@@ -17,7 +17,7 @@ from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
 from kernels_pallas.prefill_hopper import paged_prefill
 from kernels_pallas.prefill_plan import make_prefill_plan
-from kernels_pallas.terms import in_terms, num_terms, sum_of
+from kernels_pallas.terms import in_terms, sum_of
 from kernels_pallas.tuning import HopperTuning, hopper_tuning
 from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import write_qkv
@@ -34,7 +34,8 @@ def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     if pool.dtype not in (jnp.bfloat16, jnp.float16):
         reasons.append(f"pool.dtype={pool.dtype.name} is not bfloat16 or float16")
     if q.dtype not in (pool.dtype, jnp.float32):
-        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name} or float32")
+        names = f"pool.dtype={pool.dtype.name} nor float32"
+        reasons.append(f"q.dtype={q.dtype.name} is neither {names}")
     if pool.is_joined or pool.lanes not in LANES:
         reasons.append(f"{pool.lanes=} of the pool is not one of {LANES}: it has another layout")
     if pool.block_size not in BLOCK_SIZES:
@@ -56,13 +57,17 @@ def num_multiprocessors() -> int:
     return found or _H200_MULTIPROCESSORS
 
 
-def tuning_for(q: Shaped, pool: KVPool, metadata: AttentionMetadata) -> HopperTuning:
-    """What suits these shapes, on the default device or, without one, on an H200."""
+def tuning_for(pool: KVPool, metadata: AttentionMetadata, num_terms: int = 1) -> HopperTuning:
+    """What suits these shapes, on the default device or, without one, on an H200.
+
+    Args:
+      num_terms: of the queries.
+    """
     return hopper_tuning(
         num_units=metadata.num_rows * pool.num_kv_heads,
         head_dim=pool.lanes,
         num_programs=num_multiprocessors(),
-        num_terms=num_terms(q.dtype, pool.dtype),
+        num_terms=num_terms,
     )
 
 
@@ -83,7 +88,7 @@ def paged_attention(
     pool = write_kv(pool, layer, k_new, v_new, metadata.slot_mapping)
     # Zeros beyond head_dim add nothing to a score; those of the values are cut off again.
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, pool.lanes - pool.head_dim)))
-    terms = in_terms(padded, pool.dtype, num_terms(q.dtype, pool.dtype))
+    terms = in_terms(padded, pool.dtype)
     group = q.shape[1] // pool.num_kv_heads
     out = attend(terms, group, pool, layer, metadata, options, sinks, tuning, interpret)
     out = sum_of(out).astype(q.dtype)

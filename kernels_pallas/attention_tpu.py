@@ -42,8 +42,8 @@ def unsupported(q: Shaped, pool: KVPool, *, interpreted: bool) -> list[str]:
     reasons = []
     if q.dtype not in _DTYPES:
         reasons.append(f"q.dtype={q.dtype.name} is not float32 or bfloat16")
-    if q.dtype not in (pool.dtype, jnp.float32):
-        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name} or float32")
+    if q.dtype != pool.dtype:
+        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name}")
     if pool.data.shape[4] % LANES:
         reasons.append("the pool has not the layout of the TPU kernels")
     # The interpreter's memory has no tiles: small blocks keep tests small.
@@ -84,7 +84,6 @@ def paged_attention(
       interpret: False, or `pltpu.InterpretParams`.
     """
     _check_scalar_memory(metadata)
-    out_dtype, q = q.dtype, q.astype(pool.dtype)
     max_tokens = metadata.block_tables.shape[1] * pool.block_size
     tuning = replace(
         tuning,
@@ -98,8 +97,7 @@ def paged_attention(
         # One token a row at most, and real rows come first.
         num_real = jnp.sum(metadata.q_lens, dtype=jnp.int32)
         out, data = call.decode(q, k_new, v_new, pool.data, num_real)
-        out = jnp.where(token < num_real, out, 0)
-        return out.astype(out_dtype), replace(pool, data=data)
+        return jnp.where(token < num_real, out, 0), replace(pool, data=data)
     num_decode_rows = metadata.num_decode_rows
     data = write_prefill_kv(
         pool,
@@ -116,8 +114,7 @@ def paged_attention(
     out = call.prefill(q, data)
     decoded = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
     out = jnp.where(token < num_decode_rows, decoded, out)
-    out = jnp.where(token < metadata.cu_q_lens[-1], out, 0)
-    return out.astype(out_dtype), replace(pool, data=data)
+    return jnp.where(token < metadata.cu_q_lens[-1], out, 0), replace(pool, data=data)
 
 
 class _Call:

@@ -6,6 +6,7 @@ from jaxtyping import Array
 from kernels_pallas import attention_hopper, attention_tpu, xla
 from kernels_pallas.metadata import AttentionMetadata, Shaped
 from kernels_pallas.pool import KVPool
+from kernels_pallas.terms import num_terms_of
 from kernels_pallas.tuning import AttentionTuning, HopperTuning, TPUTuning, default_tuning
 
 # "..._interpret": the kernels in Pallas's interpreters, on the CPU; slow, for tests.
@@ -46,7 +47,8 @@ def tuning_for(name: str, q: Array, pool: KVPool, metadata: AttentionMetadata) -
     """What suits the implementation, for these shapes."""
     kind = tuning_kind(name)
     if kind is HopperTuning:
-        return attention_hopper.tuning_for(q, pool, metadata)
+        num_terms = num_terms_of(q.dtype, pool.dtype)
+        return attention_hopper.tuning_for(pool, metadata, num_terms)
     return (
         attention_tpu.tuning_for(q, pool) if kind is TPUTuning else default_tuning(pool.block_size)
     )

@@ -4,6 +4,8 @@
 back: what it cannot do raises NotImplementedError with every reason.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,7 +28,7 @@ from kernels_pallas.implementations import Tuning
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
-from kernels_pallas.terms import in_terms, num_terms
+from kernels_pallas.terms import in_terms, num_terms_of
 from kernels_pallas.tuning import HopperTuning, TPUTuning
 
 
@@ -51,7 +53,7 @@ def paged_attention(
 
     Args:
       q: query head h reads KV head h // (num_q_heads // num_kv_heads). Of the pool's dtype, or
-        float32: then the output is float32, too (the TPU kernels round the queries).
+        float32 (not on a TPU): then the output is float32, too.
       pool: donate it to update it in place.
       layer: in 0 .. num_layers - 1; may be traced.
       sm_scale, window, soft_cap: see `AttentionOptions`.
@@ -115,8 +117,8 @@ def qkv_attention(
       norms: None = no norms.
 
     Returns:
-      The output in terms of the pool's dtype (`terms.num_terms`), where padding tokens hold
-      anything, and the pool with the new K and V.
+      The output in terms of the pool's dtype (two if `heads` are float32 and the pool is not, but
+      one on a TPU), where padding tokens hold anything, and the pool with the new K and V.
 
     Raises:
       As `paged_attention`.
@@ -131,12 +133,10 @@ def qkv_attention(
         or not write_qkv_hopper.can_write(heads, pool)
     ):
         options = {"sm_scale": sm_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-        q, *kv = split_heads(heads, norms, rope)
-        k, v = (x.astype(pool.dtype) for x in kv)
-        out, pool = paged_attention(q, k, v, pool, layer, metadata, impl=impl, **options)
-        return in_terms(out, pool.dtype, num_terms(q.dtype, pool.dtype)), pool
+        return _qkv_attention_in_parts(heads, norms, rope, pool, layer, metadata, name, options)
     options = AttentionOptions(sm_scale, window, soft_cap)
-    tuning = attention_hopper.tuning_for(q, pool, metadata)
+    num_terms = num_terms_of(heads.dtype, pool.dtype)
+    tuning = attention_hopper.tuning_for(pool, metadata, num_terms)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), pool.dtype)
     checks.check_attention(q, kv, kv, pool, layer, metadata, options, sinks, tuning)
     return attention_hopper.qkv_attention(
@@ -151,6 +151,25 @@ def qkv_attention(
         tuning,
         interpret=_hopper_interpret(name),
     )
+
+
+def _qkv_attention_in_parts(
+    heads: Array,
+    norms: HeadNorms | None,
+    rope: RopeTables,
+    pool: KVPool,
+    layer: int | Array,
+    metadata: AttentionMetadata,
+    name: str,
+    options: dict[str, Any],
+) -> tuple[Array, KVPool]:
+    """By separate operations."""
+    q, *kv = split_heads(heads, norms, rope)
+    k, v = (x.astype(pool.dtype) for x in kv)
+    if implementations.tuning_kind(name) is TPUTuning:  # its kernels take no other queries
+        q = q.astype(pool.dtype)
+    out, pool = paged_attention(q, k, v, pool, layer, metadata, impl=name, **options)
+    return in_terms(out, pool.dtype), pool
 
 
 def matmul(

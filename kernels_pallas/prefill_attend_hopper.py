@@ -221,7 +221,7 @@ def attend(
             pl.when(jnp.logical_not(is_aligned & (my_queries == MMA_ROWS)))(
                 lambda: write_rows(result)
             )
-        else:  # of a step of few tokens, which fill no tile
+        else:  # whole tiles are rare where there are two terms: in steps of few tokens
             write_rows(result)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(refs.q_free.at[q_slot])

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kernels_pallas.product_hopper import can_multiply, gated_product, product, product_tiling
-from kernels_pallas.terms import in_terms, num_terms, sum_of
+from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
 
 def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
@@ -31,8 +31,7 @@ def matmul(
     Args:
       num_programs: multiprocessors of a Hopper GPU; None: elsewhere.
     """
-    if out_dtype is None:
-        out_dtype = x.dtype if x.shape[0] == 1 else jnp.float32
+    out_dtype = out_dtype or result_dtype(x)
     if num_programs is None or not can_multiply(x, w):
         return _xla_matmul(x, w, out_dtype)
     tiling = product_tiling(x, w.shape[1], is_gated=False, num_programs=num_programs)
@@ -59,7 +58,7 @@ def gated(
     """silu(gate) * up, where gates are the first half of the columns; in terms of `dtype`."""
     # why widened: a GPU has bfloat16 products, and XLA would round after each of them
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return in_terms(jax.nn.silu(gate) * up, dtype, num_terms(gate_up.dtype, dtype))
+    return in_terms((jax.nn.silu(gate) * up).astype(gate_up.dtype), dtype)
 
 
 def _xla_matmul(
@@ -67,8 +66,9 @@ def _xla_matmul(
     w: Float[Array, "in_size out_size"],
     out_dtype: DTypeLike,
 ) -> Float[Array, "num_tokens out_size"]:
+    num_terms, num_tokens, in_size = x.shape
     ways: Any = {"precision": precision_of(x.dtype)}
-    if x.shape[0] == 1:
+    if num_terms == 1:
         return jnp.matmul(x[0], w, preferred_element_type=out_dtype, **ways)
-    sums = jnp.matmul(x.reshape(-1, x.shape[2]), w, preferred_element_type=jnp.float32, **ways)
-    return sum_of(sums.reshape(*x.shape[:2], -1)).astype(out_dtype)
+    sums = jnp.matmul(x.reshape(-1, in_size), w, preferred_element_type=jnp.float32, **ways)
+    return sum_of(sums.reshape(num_terms, num_tokens, -1)).astype(out_dtype)

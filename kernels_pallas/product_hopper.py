@@ -77,14 +77,14 @@ def product_tiling(x: Shaped, columns: int, *, is_gated: bool, num_programs: int
       num_programs: multiprocessors.
     """
     num_terms, num_rows, inner = x.shape
-    tiles, num_rows, num_steps = columns // STEP, num_terms * num_rows, inner // STEP
+    tiles, num_x_rows, num_steps = columns // STEP, num_terms * num_rows, inner // STEP
     if is_gated:  # few stages: two programs fit on a multiprocessor
         return ProductTiling(STEP, 1, 4)
     split = max(1, min(round(num_programs / tiles), num_steps))
-    if split == 1 and num_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
+    if split == 1 and num_x_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
         fits_twice = columns // STEP <= num_programs and inner > STEP
         return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
-    if split > 1 and num_rows <= FEW_ROWS:
+    if split > 1 and num_x_rows <= FEW_ROWS:
         split = max(split, min(2 * num_programs // tiles, num_steps // MIN_STEPS))
     return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
 
@@ -142,7 +142,7 @@ def _run(
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Array:
     num_terms, num_rows, inner = x.shape
-    parts = 1 if ups_begin is None else 2
+    num_matrices = 1 if ups_begin is None else 2
     kernel = plgpu.kernel(
         functools.partial(_program, tiling=tiling, num_terms=num_terms, ups_begin=ups_begin),
         out_type=out_type,
@@ -152,9 +152,9 @@ def _run(
         thread_name="warpgroup",
         scratch_types=(
             swizzled_smem((tiling.stages, num_terms * num_rows, STEP), x.dtype),
-            swizzled_smem((tiling.stages, parts, STEP, tiling.tile), x.dtype),
+            swizzled_smem((tiling.stages, num_matrices, STEP, tiling.tile), x.dtype),
             plgpu.SMEM((num_rows, tiling.tile), out_type.dtype),
-            plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiling.stages),
+            plgpu.Barrier(num_arrivals=1 + num_matrices, num_barriers=tiling.stages),
             plgpu.Barrier(num_barriers=tiling.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -169,7 +169,7 @@ def _program(
     w_ref,  # [inner, num_columns] GMEM
     out_ref,  # [split or num_terms, num_rows, columns] GMEM
     x_sm,  # [stages, num_terms * num_rows, STEP] SMEM
-    w_sm,  # [stages, parts, STEP, tile] SMEM
+    w_sm,  # [stages, 1 or gates and ups, STEP, tile] SMEM
     out_sm,  # [num_rows, tile] SMEM
     there,
     read,
@@ -191,10 +191,10 @@ def _program(
         def _(i):
             slot, inner = lax.rem(i, stages), pl.ds((begin + i) * STEP, STEP)
             pl.when(i >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
-            for part, offset in enumerate(offsets):
+            for matrix, offset in enumerate(offsets):
                 columns = pl.ds(first_column + offset, tiling.tile)
                 plgpu.copy_gmem_to_smem(
-                    w_ref.at[inner, columns], w_sm.at[slot, part], there.at[slot]
+                    w_ref.at[inner, columns], w_sm.at[slot, matrix], there.at[slot]
                 )
             plgpu.copy_gmem_to_smem(x_ref.at[:, inner], x_sm.at[slot], there.at[slot])
 
@@ -211,8 +211,8 @@ def _program(
             def _(i):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(there.at[slot])
-                for part, acc in enumerate(accs):
-                    weights, rows = w_sm.at[slot, part], x_sm.at[slot]
+                for matrix, acc in enumerate(accs):
+                    weights, rows = w_sm.at[slot, matrix], x_sm.at[slot]
                     plgpu.wgmma(acc, weights.transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(len(accs))
                 # The products before these have read their operands.

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from kernels_pallas.hopper_parts import MMA_ROWS, interpreted_options, split_off, swizzled_smem
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
-from kernels_pallas.terms import num_terms
+from kernels_pallas.terms import num_terms_of
 from kernels_pallas.write_parts_hopper import RUN, Work, WriteRefs, WriteShape
 from kernels_pallas.write_slots_hopper import write_slots
 
@@ -89,7 +89,7 @@ def write_qkv(
         eps=None if norms is None else norms.eps,
         heads_dtype=heads.dtype,
         dtype=pool.dtype,
-        num_terms=num_terms(heads.dtype, pool.dtype),
+        num_terms=num_terms_of(heads.dtype, pool.dtype),
     )
     scales = (jnp.ones(head_dim, pool.dtype),) * 2 if norms is None else norms[:2]
     halves = (2, MMA_ROWS, shape.half)

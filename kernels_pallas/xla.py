@@ -23,7 +23,8 @@ def unsupported(q: Shaped, pool: KVPool) -> list[str]:
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         reasons.append(f"q.dtype={q.dtype.name} is not float32, bfloat16 or float16")
     if q.dtype not in (pool.dtype, jnp.float32):
-        reasons.append(f"q.dtype={q.dtype.name} is not pool.dtype={pool.dtype.name} or float32")
+        names = f"pool.dtype={pool.dtype.name} nor float32"
+        reasons.append(f"q.dtype={q.dtype.name} is neither {names}")
     if pool.is_joined:
         reasons.append("the pool has the layout of the TPU kernels")
     return reasons

@@ -133,7 +133,7 @@ def measure(case: Case, impl: str, repeats: int, *, with_write: bool) -> dict[st
     def attend(q, kv_new, pool, layer, metadata):
         group = case.num_q_heads // case.num_kv_heads
         options = AttentionOptions(case.head_dim**-0.5)
-        tuning = attention_hopper.tuning_for(q, pool, metadata)
+        tuning = attention_hopper.tuning_for(pool, metadata)
         terms = attention_hopper.attend(
             q[None], group, pool, layer, metadata, options, None, tuning
         )

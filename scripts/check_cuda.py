@@ -5,9 +5,10 @@ Run it through scripts/check_cuda, which makes the environment. One line a progr
     variant  compile s  temporary bytes  spilled bytes  registers
 
 and a failure where the pool is copied or not updated in place, where temporaries reach 5 % of it,
-where a kernel spills registers, where a step or a draw is more than one CUDA graph or hands kernels
-slices that may be misaligned, where a draw keeps more arrays than it needs, or where a program does
-not compile at all. Programs that are wrong on purpose come last and must be noticed.
+where a kernel spills registers, where a step, or a draw without loops, is more than one CUDA graph,
+where a loop is in one, where kernels are handed slices that may be misaligned, where a draw keeps
+more arrays than it needs, or where a program does not compile at all. Programs that are wrong on
+purpose come last and must be noticed.
 """
 
 import argparse
@@ -114,6 +115,11 @@ VARIANTS = {
     "mixed, 1 query head a KV head": AttentionShape(num_q_heads=8),
     "mixed, 16 query heads, 1 KV head": AttentionShape(num_q_heads=16, num_kv_heads=1),
     "mixed, 3 query heads a KV head": AttentionShape(num_q_heads=24),
+    "decode, two terms": AttentionShape(num_tokens=16, num_rows=16, has_wide_queries=True),
+    "mixed, two terms": AttentionShape(has_wide_queries=True, num_tokens=16, num_rows=8),
+    "mixed, two terms, head_dim 256": AttentionShape(
+        head_dim=256, num_q_heads=16, has_wide_queries=True, num_tokens=16, num_rows=8
+    ),
     "decode, 1 row": AttentionShape(num_tokens=1, num_rows=1, max_len=32768),
     "prefill, 1 row of 8192": AttentionShape(num_tokens=8192, num_rows=1, max_len=8192),
 }
@@ -146,9 +152,8 @@ def find_problems(program: Program) -> tuple[str, ...]:
     problems = []
     if program.num_graph_loops:
         problems.append(f"{program.num_graph_loops} loops in a graph")
-    launches = program.launches or ONE_GRAPH
-    is_drawing_in_loops = program.pool is None and "kWhile" in launches
-    if launches != ONE_GRAPH and not is_drawing_in_loops:
+    launches = program.launches
+    if launches is not None and launches != ONE_GRAPH and not program.has_loops:
         problems.append(f"the host starts {launches[:4]}, not {ONE_GRAPH}")
     if program.num_slices:
         # Mosaic refuses, when it runs, what does not begin at a multiple of 256 bytes.
@@ -214,8 +219,9 @@ def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Pa
     ):
         compile_it = partial(compile_step, mesh, model, bucket, step_folder)
         yield f"{name}, {bucket.num_tokens} tokens, mixed", compile_it
-    decode = partial(compile_step, mesh, QWEN3_4B, Bucket(64, 64), step_folder)
-    yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, decode", decode
+    for rows in (8, 64):
+        decode = partial(compile_step, mesh, QWEN3_4B, Bucket(rows, rows), step_folder)
+        yield f"Qwen3-4B, {QWEN3_4B.num_layers} layers, {rows} rows, decode", decode
     for variant in (Variant.RANDOM, Variant.LIMITED_BOTH):
         sample = partial(compile_sample, mesh, QWEN3_4B, NUM_SAMPLES, variant, step_folder)
         yield f"sample, {NUM_SAMPLES} rows, {variant.value}", sample
@@ -225,7 +231,7 @@ def tasks(step_folder: Path, *, short: bool) -> Iterator[tuple[str, Callable[[Pa
 
 
 def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
-    """Turns verdicts around: a copied pool, slices and loops in graphs must be noticed."""
+    """Turns verdicts around: a copied pool, slices and loops must be noticed."""
     mesh = h200_mesh()
     copied = partial(compile_attention, mesh, AttentionShape(), donate=False)
     in_graph = partial(
@@ -237,6 +243,12 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
         step_folder,
         options=LOOPS_IN_GRAPHS,
     )
+
+    def driven(dump_folder: Path) -> Program:
+        sample = compile_sample(
+            mesh, QWEN3_4B, NUM_SAMPLES, Variant.LIMITED, step_folder, dump_folder
+        )
+        return replace(sample, has_loops=False)
 
     def sliced(dump_folder: Path) -> Program:
         with mock.patch.object(attention_hopper, "own_lens", lambda lens: lens):
@@ -253,6 +265,7 @@ def controls(folder: Path, step_folder: Path) -> Iterator[Row]:
     for name, compile_it, wanted in (
         ("control: a pool that is not donated", copied, ("copies of", "in place")),
         ("control: a loop in a graph", in_graph, ("loops in a graph",)),
+        ("control: a loop of the host", driven, ("kWhile",)),
         ("control: lengths as a slice", sliced, ("slices in place",)),
         ("control: an output cut too early", cut, ("slices in place",)),
     ):

@@ -48,6 +48,7 @@ class Program:
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
       num_slices: kernels of a step that are handed slices of arguments in place.
       num_graph_loops: loops of a step in its CUDA graphs.
+      has_loops: it may have loops, which the host drives.
     """
 
     compiled: jax.stages.Compiled
@@ -58,6 +59,7 @@ class Program:
     launches: tuple[str, ...] | None = None
     num_slices: int = 0
     num_graph_loops: int = 0
+    has_loops: bool = False
 
     @property
     def pool_bytes(self) -> int:
@@ -197,7 +199,7 @@ def compile_step(
     Args:
       step_folder: that of `dump_steps`.
     """
-    executables, pool = _executables(mesh, model, bucket, max_model_len)
+    executables, pool = make_executables(mesh, model, bucket, max_model_len)
     before = set(step_folder.glob(_LAUNCH_FILES))
     program = _compile(mesh, lambda: executables.forward(bucket), pool.data, dump_folder)
     return _with_launches(program, step_folder, before)
@@ -220,7 +222,7 @@ def compile_sample(
       options: XLA's, in place of the engine's.
     """
     bucket = Bucket(num_rows, num_rows)
-    executables, _ = _executables(mesh, model, bucket, 4096)
+    executables, _ = make_executables(mesh, model, bucket, 4096)
     before = set(step_folder.glob(_LAUNCH_FILES))
 
     def compile_it() -> jax.stages.Compiled:
@@ -233,10 +235,11 @@ def compile_sample(
         return step.lower(logits, state, words).compile(options)
 
     program = _compile(mesh, compile_it, None, dump_folder)
-    return _with_launches(program, step_folder, before)
+    has_loops = variant in (Variant.LIMITED, Variant.LIMITED_BOTH)
+    return replace(_with_launches(program, step_folder, before), has_loops=has_loops)
 
 
-def _executables(
+def make_executables(
     mesh: Mesh, model: ModelConfig, bucket: Bucket, max_model_len: int
 ) -> tuple[Executables, KVPool]:
     weights = _weights(WeightStructure(model, model.dtype, "flat", mesh))

@@ -21,7 +21,7 @@ from helpers.tiny_models import prompt_logits
 from jaxpaged.checkpoint.locate import home_folder
 from jaxpaged.engine import Engine
 from jaxpaged.logprobs import unpack_logprobs
-from jaxpaged.models.precision import MAX_TWO_TERM_TOKENS
+from jaxpaged.models.precision import MAX_TWO_TERM_ROWS, MAX_WIDE_TOKENS
 from jaxpaged.request import EngineRequest, FinishReason
 from jaxpaged.runner.runner import Runner
 from jaxpaged.runner.sharding import tensor_mesh
@@ -94,7 +94,7 @@ def smollm2_agreement(cases: Sequence[dict[str, Any]], dtype: str) -> str:
         max_num_seqs=8,
         # In longer steps bfloat16 is rounded more often, and first differences have margins of 0.2
         # (Hugging Face's bfloat16 has the same).
-        max_num_tokens=MAX_TWO_TERM_TOKENS,
+        max_num_tokens=MAX_TWO_TERM_ROWS if dtype == "bfloat16" else MAX_WIDE_TOKENS,
     )
     runs = every_way(runner, golden_requests(cases, ignore_eos=True), few_blocks=64)
     runner.close()

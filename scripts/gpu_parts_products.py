@@ -3,14 +3,20 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.product_hopper import can_multiply, gated_product, product, product_tiling
-from kernels_pallas.terms import in_terms, sum_of
+from kernels_pallas.product_hopper import (
+    MAX_ROWS,
+    can_multiply,
+    gated_product,
+    product,
+    product_tiling,
+)
+from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
 NUM_RANDOM = 24
 MULTIPROCESSORS = 132
 # inner, columns, gated: of a layer of Qwen3-4B.
 REAL = ((2560, 6144, False), (4096, 2560, False), (2560, 9728, True), (9728, 2560, False))
-MAX_TWO_TERM_ROWS = 32
+MAX_TWO_TERM_ROWS = MAX_ROWS // 2
 TOLERANCE = 1e-5  # of the largest sum: only the order of float32 additions differs
 TWO_TERMS_EPS = 2.0**-16
 
@@ -53,11 +59,11 @@ def product_error(
         jnp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5)
         for shape in ((num_rows, inner), (inner, width))
     )
-    x, w = in_terms(x, jnp.bfloat16, num_terms), w.astype(jnp.bfloat16)
+    x, w = x.astype(jnp.bfloat16 if num_terms == 1 else jnp.float32), w.astype(jnp.bfloat16)
+    x = in_terms(x, jnp.bfloat16)
     assert can_multiply(x, w, is_gated=is_gated)
     tiling = product_tiling(x, columns, is_gated=is_gated, num_programs=MULTIPROCESSORS)
-    out_dtype = jnp.bfloat16 if num_terms == 1 else jnp.float32
-    found = gated_product(x, w, tiling) if is_gated else product(x, w, tiling, out_dtype)
+    found = gated_product(x, w, tiling) if is_gated else product(x, w, tiling, result_dtype(x))
     if is_wrong:
         x = x.at[-1, :, -64:].set(0)
     # On the host: XLA would try many ways of each product first.

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxpaged.models.precision import operand_terms
+from jaxpaged.models.precision import operand_dtype
 from kernels_pallas.norm_rope import rms_norm
 from kernels_pallas.ops import gated_matmul, matmul
 from kernels_pallas.product import gated, precision_of
-from kernels_pallas.terms import in_terms, sum_of
+from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
 
 def _parameter(
@@ -53,8 +53,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "num_rows size"]) -> Float[Array, "num_terms num_rows size"]:
         scale = self.scale[...]
-        normed = rms_norm(x, scale, self.eps, jnp.float32)
-        return in_terms(normed, scale.dtype, operand_terms(x, scale.dtype))
+        dtype = operand_dtype(x.shape[0], scale.dtype)
+        return in_terms(rms_norm(x, scale, self.eps, dtype), scale.dtype)
 
 
 class Linear(nnx.Module):
@@ -109,9 +109,8 @@ class Linear(nnx.Module):
         """The sums are float32, and rounded to `out_dtype` (as in `ops.matmul`)."""
         y = matmul(x, self.kernel[...], out_dtype=out_dtype, impl=impl)
         if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
-            # why rounded: it halves what the devices exchange
-            shared = y.astype(x.dtype) if x.shape[0] == 1 else y
-            y = jax.lax.psum(shared, axis_name).astype(y.dtype)
+            # why rounded, where x is: it halves what the devices exchange
+            y = jax.lax.psum(y.astype(result_dtype(x)), axis_name).astype(y.dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, :]
 
 

@@ -212,7 +212,7 @@ class TestRefusals:
         args = (case.q.astype(jnp.float16), *case.args[1:])
         match = (
             "impl='tpu': q.dtype=float16 is not float32 or bfloat16; q.dtype=float16 is not "
-            "pool.dtype=bfloat16 or float32; the pool has not the layout of the TPU kernels; "
+            "pool.dtype=bfloat16; the pool has not the layout of the TPU kernels; "
             "pool.block_size=4 is not a multiple of 16; platform='cpu' is not tpu"
         )
         with pytest.raises(NotImplementedError, match=match):

@@ -22,7 +22,7 @@ from kernels_pallas import attention_hopper, write_qkv_hopper
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
 from kernels_pallas.norm_rope import HeadNorms, RopeTables
 from kernels_pallas.pool import KVPool
-from kernels_pallas.terms import num_terms
+from kernels_pallas.terms import num_terms_of
 
 
 def equations(jaxpr: Any, names: frozenset[str]) -> Iterator[Any]:
@@ -109,8 +109,8 @@ def step_jaxpr(head_dim: int, num_tokens: int, heads_dtype: Any) -> Any:
         dtype=jnp.bfloat16,
         layout="hopper",
     )
-    heads = jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), heads_dtype)
-    tuning = attention_hopper.tuning_for(heads, pool, metadata)
+    num_terms = num_terms_of(heads_dtype, pool.dtype)
+    tuning = attention_hopper.tuning_for(pool, metadata, num_terms)
 
     def step(heads, q, scale, angles, pool, metadata):
         if head_dim <= 128:
@@ -123,9 +123,9 @@ def step_jaxpr(head_dim: int, num_tokens: int, heads_dtype: Any) -> Any:
         return attention_hopper.attend(q, group, pool, 0, metadata, options, None, tuning), pool
 
     return jax.make_jaxpr(step)(
-        heads,
+        jnp.zeros((num_tokens, num_kv_heads, group + 2, head_dim), heads_dtype),
         jnp.zeros(
-            (num_terms(heads_dtype, pool.dtype), num_tokens, num_kv_heads * group, head_dim),
+            (num_terms, num_tokens, num_kv_heads * group, head_dim),
             pool.dtype,
         ),
         jnp.zeros(head_dim, jnp.bfloat16),

@@ -80,7 +80,7 @@ def qkv_step(case, impl, dtype):
 def test_a_step_from_the_qkv_product_on(
     rows, num_decode_rows, num_tokens, num_heads, dtype, monkeypatch
 ):
-    monkeypatch.setattr(attention_hopper, "tuning_for", lambda q, pool, metadata: TUNING)
+    monkeypatch.setattr(attention_hopper, "tuning_for", lambda *_: TUNING)
     q_heads, kv_heads = num_heads
     step = Shape(q_heads, kv_heads, 64, 16, num_tokens=num_tokens, num_rows=8, dtype=jnp.bfloat16)
     case = make_case(rows, num_decode_rows=num_decode_rows, shape=step)

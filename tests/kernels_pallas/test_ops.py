@@ -1,5 +1,7 @@
 """Which implementation runs, and what a named one refuses."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,10 +50,20 @@ def test_xla_names_every_reason(case):
     args = (case.q.astype(jnp.float8_e4m3fn), *case.args[1:])
     match = (
         "impl='xla': q.dtype=float8_e4m3fn is not float32, bfloat16 or float16; "
-        "q.dtype=float8_e4m3fn is not pool.dtype=float32"
+        "q.dtype=float8_e4m3fn is neither pool.dtype=float32 nor float32"
     )
     with pytest.raises(NotImplementedError, match=match):
         ops.paged_attention(*args, sm_scale=0.3)
+
+
+def test_float32_queries_of_a_narrow_pool_are_not_rounded():
+    case = make_case(ROWS, num_decode_rows=2, shape=Shape(num_tokens=10, dtype=jnp.bfloat16))
+    case = replace(case, q=case.q.astype(jnp.float32) * 1.01)
+    out, _ = ops.paged_attention(*case.args, sm_scale=0.3, impl="xla")
+    assert out.dtype == jnp.float32
+    assert_close(out, oracle(case, sm_scale=0.3)[0])
+    with pytest.raises(NotImplementedError, match=r"q\.dtype=float32 is not pool\.dtype"):
+        ops.paged_attention(*case.args, sm_scale=0.3, impl="tpu_interpret")
 
 
 def test_unknown_names_are_refused(case):

@@ -31,7 +31,6 @@ TOLERANCE = 4e-5
 class Variant:
     rows: tuple[tuple[int, int], ...]  # (q_len, kv_len)
     head_dim: int = 64
-    attenders: int = 1
     dtype: Any = jnp.bfloat16
     window: int | None = None
     soft_cap: float | None = None
@@ -43,9 +42,7 @@ class Variant:
     @property
     def tuning(self) -> HopperPrefillTuning:
         whole = hopper_tuning(num_units=1, head_dim=self.head_dim, num_programs=2, num_terms=2)
-        if self.attenders == 1:
-            return whole.prefill
-        return replace(whole.prefill, attenders=self.attenders, q_slots=1)
+        return whole.prefill
 
 
 SMALL_STEP = ((20, 90), (5, 5), (7, 140))  # only the first begins at a multiple of 8 tokens
@@ -53,13 +50,12 @@ VARIANTS = {
     "few_tokens": Variant(SMALL_STEP),
     "few_tokens_of_128_window": Variant(SMALL_STEP, head_dim=128, window=40),
     "many_tokens_soft_cap": Variant(((70, 100), (75, 80)), soft_cap=2.0),
-    "two_attenders": Variant(((130, 140), (68, 70)), attenders=2),
-    "two_attenders_of_128_float16": Variant(
-        ((130, 140), (68, 70)), head_dim=128, attenders=2, dtype=jnp.float16, window=100
+    "whole_tiles_of_128_float16": Variant(
+        ((130, 140), (68, 70)), head_dim=128, dtype=jnp.float16, window=100
     ),
     "few_tokens_of_256": Variant(SMALL_STEP, head_dim=256),
 }
-SLOW = ("two_attenders_of_128_float16",)
+SLOW = ("whole_tiles_of_128_float16",)
 SINKS = jnp.asarray([-1.0, 0.5])
 
 
@@ -115,7 +111,7 @@ def test_equal_keys_give_nearly_float32(name, capsys):
     """Neither term of queries nor results may be missing anywhere: see the controls below."""
     variant = VARIANTS[name]
     case = prepared(variant, equal_keys=True)
-    q = in_terms(case.q, variant.dtype, 2)
+    q = in_terms(case.q, variant.dtype)
 
     def check():
         np.testing.assert_allclose(
@@ -125,13 +121,14 @@ def test_equal_keys_give_nearly_float32(name, capsys):
     assert not reports_race(check, capsys)
 
 
-@pytest.mark.parametrize("name", ["few_tokens", "few_tokens_of_128_window", "two_attenders"])
+@pytest.mark.parametrize("name", ["few_tokens", "few_tokens_of_128_window"])
 def test_random_keys_leave_what_the_weights_rounding_does(name):
     variant = VARIANTS[name]
     case = prepared(variant, equal_keys=False)
 
     def rms(num_terms: int) -> float:
-        q = in_terms(case.q, variant.dtype, num_terms)
+        q = case.q if num_terms == 2 else case.q.astype(variant.dtype)
+        q = in_terms(q, variant.dtype)
         return float(np.sqrt(np.mean(error(case, variant, computed(variant, case, q)) ** 2)))
 
     assert rms(2) < rms(1) / 2
@@ -148,11 +145,11 @@ class TestNegativeControls:
     @pytest.mark.parametrize("term", [0, 1])
     def test_of_queries(self, case, term):
         variant = VARIANTS["few_tokens"]
-        q = in_terms(case.q, variant.dtype, 2).at[term].set(0)
+        q = in_terms(case.q, variant.dtype).at[term].set(0)
         assert np.abs(error(case, variant, computed(variant, case, q))).max() > 10 * TOLERANCE
 
     @pytest.mark.parametrize("term", [0, 1])
     def test_of_results(self, case, term):
         variant = VARIANTS["few_tokens"]
-        out = computed(variant, case, in_terms(case.q, variant.dtype, 2)).at[term].set(0)
+        out = computed(variant, case, in_terms(case.q, variant.dtype)).at[term].set(0)
         assert np.abs(error(case, variant, out)).max() > 10 * TOLERANCE

@@ -18,7 +18,7 @@ from kernels_pallas.product_hopper import (
     product,
     product_tiling,
 )
-from kernels_pallas.terms import in_terms, sum_of
+from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
         width = self.columns * (2 if self.is_gated else 1)
         x = jnp.asarray(rng.standard_normal((self.num_rows, self.inner)) / 8, jnp.float32)
         w = jnp.asarray(rng.standard_normal((self.inner, width)) / 8, self.dtype)
-        return in_terms(x, self.dtype, self.num_terms), w
+        return in_terms(x if self.num_terms == 2 else x.astype(self.dtype), self.dtype), w
 
     def run(self) -> np.ndarray:
         """The shares' sums, or the terms of a gated product; interpreted."""
@@ -46,8 +46,8 @@ class Case:
         x, w = self.operands()
         if self.is_gated:
             return np.asarray(gated_product(x, w, self.tiling, interpret=params), np.float32)
-        dtype = self.dtype if self.num_terms == 1 else jnp.float32
-        return np.asarray(product(x, w, self.tiling, dtype, interpret=params), np.float32)
+        out = product(x, w, self.tiling, result_dtype(x), interpret=params)
+        return np.asarray(out, np.float32)
 
     def expected(self, num_terms: int = 2) -> np.ndarray:
         """Float32, of no more than so many terms of x."""
@@ -75,8 +75,8 @@ CASES = {
 def test_sums_are_right_and_no_race_is_reported(case, capsys):
     def check():
         found = case.run()
-        parts = case.num_terms if case.is_gated else case.tiling.split
-        assert found.shape == (parts, case.num_rows, case.columns)
+        num_outputs = case.num_terms if case.is_gated else case.tiling.split
+        assert found.shape == (num_outputs, case.num_rows, case.columns)
         expected = case.expected()
         # Of a split product, and with two terms, sums in float32; of others, rounded once.
         rounding = float(jnp.finfo(case.dtype).eps)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas import write_qkv_hopper
 from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
 from kernels_pallas.pool import KVPool
-from kernels_pallas.terms import num_terms, sum_of
+from kernels_pallas.terms import num_terms_of, sum_of
 from kernels_pallas.write_kv import write_kv
 from kernels_pallas.write_qkv_hopper import can_write, write_qkv
 
@@ -143,7 +143,7 @@ def test_equals_separate_operations(case: Case, capsys):
     found = []
     assert not reports_race(lambda: found.append(case.run()), capsys)
     (q, pool), (expected_q, expected_pool) = found[0], case.expected()
-    assert q.dtype == pool.dtype and len(q) == num_terms(expected_q.dtype, q.dtype)
+    assert q.dtype == pool.dtype and len(q) == num_terms_of(expected_q.dtype, q.dtype)
     if len(q) == 1:
         assert_one_rounding_apart(q[0], expected_q)
     else:

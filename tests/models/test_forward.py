@@ -32,9 +32,9 @@ CONFIG = tiny_config(attention_bias=True)
 WINDOWED = {"sliding_window": 4, "use_sliding_window": True}
 
 
-def load(config, checkpoint=None, **options):
+def load(config, checkpoint=None, dtype="float32", **options):
     checkpoint = checkpoint or random_checkpoint(config)
-    return load_weights(config, checkpoint, dtype="float32", mesh=tensor_mesh(1), **options)
+    return load_weights(config, checkpoint, dtype=dtype, mesh=tensor_mesh(1), **options)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,24 @@ def test_only_the_positions_asked_for():
     assert np.abs(whole[-1] - whole[-2]).max() > 0.1
 
 
+def test_small_steps_are_the_more_precise(monkeypatch):
+    """Against a float32 model with the same weights; keys and values are rounded in both."""
+    config = tiny_config()
+    checkpoint = random_checkpoint(config, seed=1)
+    for name, tensor in checkpoint.tensors.items():
+        checkpoint.tensors[name] = np.asarray(jnp.asarray(tensor, jnp.bfloat16), np.float32)
+
+    def found(dtype: str) -> np.ndarray:
+        jax.clear_caches()
+        weights = load(config, checkpoint, dtype=dtype)
+        return prompt_logits(weights, PROMPT, tensor_mesh(1))
+
+    expected = found("float32")
+    error = np.linalg.norm(found("bfloat16") - expected)
+    monkeypatch.setattr(precision, "MAX_TWO_TERM_ROWS", 0)
+    assert error < 0.5 * np.linalg.norm(found("bfloat16") - expected)
+
+
 @pytest.mark.parametrize("num_tokens", [4, 16], ids=["decode", "prefill"])
 def test_float32_products_are_full_ones(num_tokens):
     """Accelerators round by default, to TensorFloat-32 or bfloat16."""
@@ -154,8 +172,8 @@ def products(num_tokens: int, dtype: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "num_tokens, rounded",
-    [(4, []), (16, []), (precision.MAX_WIDE_TOKENS + 16, ["add", "add"])],
-    ids=["decode", "prefill", "long prefill"],
+    [(4, []), (16, []), (48, []), (precision.MAX_WIDE_TOKENS + 16, ["add", "add"])],
+    ids=["decode", "prefill", "one term", "long prefill"],
 )
 def test_nothing_but_products_is_in_bfloat16(num_tokens, rounded):
     """Elsewhere a GPU would round after each operation; long steps round what layers add to."""
