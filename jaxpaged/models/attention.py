@@ -78,5 +78,5 @@ class Attention(nnx.Module):
             window=self.window,
             impl=impl,
         )
-        out = out.reshape(*x.shape[:2], -1)
+        out = out.reshape(*out.shape[:2], -1)
         return self.o(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name), pool

@@ -1,12 +1,14 @@
 """Models through `forward` against the NumPy oracle, and the promises about rows."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.attention_cases import with_layout
 from helpers.numpy_model import numpy_logits
 from helpers.tiny_models import (
     Row,
@@ -25,6 +27,7 @@ from jaxpaged.models.llama import CausalLM, DecoderLayer
 from jaxpaged.runner.forward import forward
 from jaxpaged.runner.sharding import tensor_mesh
 from jaxpaged.runner.weights import load_weights
+from kernels_pallas.ops import pool_layout
 
 PROMPT = [5, 17, 80, 3, 3, 41, 9, 66, 95, 0, 12, 5, 30]
 # Shared by the tests of rows, with few shapes, because each shape is compiled.
@@ -152,6 +155,23 @@ def test_small_steps_are_the_more_precise(monkeypatch):
     error = np.linalg.norm(found("bfloat16") - expected)
     monkeypatch.setattr(precision, "MAX_TWO_TERM_ROWS", 0)
     assert error < 0.5 * np.linalg.norm(found("bfloat16") - expected)
+
+
+def test_a_tpu_which_gives_one_term_agrees():
+    """Its attention rounds queries and results; the products beside it read two terms."""
+    weights = load(CONFIG, dtype="bfloat16")
+    inputs = pack([Row(PROMPT, range(1, 5))], num_tokens=16, num_rows=4)
+    arguments = (weights, inputs.token_ids, inputs.positions)
+
+    def found(impl: str) -> np.ndarray:
+        pool = make_pool(CONFIG, tensor_mesh(1), dtype="bfloat16")
+        pool = with_layout(pool, pool_layout(impl))
+        step = jax.jit(partial(forward, impl=impl))
+        return np.asarray(step(*arguments, pool, inputs.metadata, inputs.logit_positions)[0][:1])
+
+    expected = found("xla")
+    error = np.linalg.norm(found("tpu_interpret") - expected)
+    assert error < 0.02 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("num_tokens", [4, 16], ids=["decode", "prefill"])
