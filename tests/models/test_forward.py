@@ -11,6 +11,7 @@ from flax import nnx
 from helpers.attention_cases import with_layout
 from helpers.numpy_model import numpy_logits
 from helpers.tiny_models import (
+    MemoryCheckpoint,
     Row,
     hf_config,
     make_pool,
@@ -142,9 +143,13 @@ def test_only_the_positions_asked_for():
 def test_small_steps_are_the_more_precise(monkeypatch):
     """Against a float32 model with the same weights; keys and values are rounded in both."""
     config = tiny_config()
-    checkpoint = random_checkpoint(config, seed=1)
-    for name, tensor in checkpoint.tensors.items():
-        checkpoint.tensors[name] = np.asarray(jnp.asarray(tensor, jnp.bfloat16), np.float32)
+    tensors = random_checkpoint(config, seed=1).tensors
+    checkpoint = MemoryCheckpoint(
+        {
+            name: np.asarray(jnp.asarray(tensor, jnp.bfloat16), np.float32)
+            for name, tensor in tensors.items()
+        }
+    )
 
     def found(dtype: str) -> np.ndarray:
         jax.clear_caches()
