@@ -6,10 +6,10 @@ ring of TMA boxes, the other multiplies. Where tiles are too few for all multipr
 programs share a tile's inner axis; their sums stay apart, float32, for whoever reads them adds them
 up together with what it does anyway (a residual, a norm).
 
-Results stand columns by rows: the matrix unit reads 64 columns of the weights once for up to 256
-rows of x, terms (see `terms.py`) below each other, and works no more than there are rows. With rows
-first it would work for 64 of them, and read them, and the weights once more for each term: from
-shared memory, whose rate is not much above what the weights come in at.
+Results stand columns by rows: the matrix unit reads 64 columns of the weights once for all rows of
+x, terms (see `terms.py`) below each other, and works no more than there are rows. With rows first
+it would work for 64 of them, and read them, and the weights once more for each term: from shared
+memory, whose rate is not much above what the weights come in at.
 """
 
 import functools
@@ -35,8 +35,6 @@ from kernels_pallas.metadata import Shaped
 STEP = 64  # of the inner axis, and columns: one swizzle pattern
 MAX_ROWS = 64  # of terms
 WIDE_ROWS = 64  # from so many rows of terms on, reading them once more for each tile costs too much
-FEW_ROWS = 32  # up to so many a multiprocessor has room for two programs of an axis that is shared
-MIN_STEPS = 16  # of a program then
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,13 @@ def product_tiling(x: Shaped, columns: int, *, is_gated: bool, num_programs: int
       num_programs: multiprocessors.
     """
     num_terms, num_rows, inner = x.shape
-    tiles, num_x_rows, num_steps = columns // STEP, num_terms * num_rows, inner // STEP
+    tiles, num_x_rows = columns // STEP, num_terms * num_rows
     if is_gated:  # few stages: two programs fit on a multiprocessor
         return ProductTiling(STEP, 1, 4)
-    split = max(1, min(round(num_programs / tiles), num_steps))
+    split = max(1, min(round(num_programs / tiles), inner // STEP))
     if split == 1 and num_x_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
         fits_twice = columns // STEP <= num_programs and inner > STEP
         return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
-    if split > 1 and num_x_rows <= FEW_ROWS:
-        split = max(split, min(2 * num_programs // tiles, num_steps // MIN_STEPS))
     return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
 
 
