@@ -50,6 +50,13 @@ def check_attention(
     _check_tiles(tuning, pool)
 
 
+def check_operand(x: Shaped) -> None:
+    """Raises ValueError unless this can be multiplied by weights: in one term or two."""
+    _check_rank("x", x, 3)
+    if x.shape[0] not in (1, 2):
+        raise ValueError(f"x.shape={x.shape} must begin with 1 or 2 terms")
+
+
 def check_copy(sources: Array, destinations: Array) -> None:
     """Raises ValueError unless the arguments of `ops.copy_blocks` fit each other."""
     _check_rank("sources", sources, 1)

@@ -72,14 +72,14 @@ def paged_attention(
     """
     options = AttentionOptions(sm_scale, window, soft_cap)
     name = implementations.choose(impl, q, pool)
+    reasons = implementations.unsupported(name, q, pool)
+    if reasons:
+        raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
     if tuning is None:
         tuning = implementations.tuning_for(name, q, pool, metadata)
     if not isinstance(tuning, implementations.tuning_kind(name)):
         raise ValueError(f"impl={name!r} does not take {type(tuning).__name__}")
     checks.check_attention(q, k_new, v_new, pool, layer, metadata, options, sinks, tuning)
-    reasons = implementations.unsupported(name, q, pool)
-    if reasons:
-        raise NotImplementedError(f"impl={name!r}: " + "; ".join(reasons))
     if name == "reference":
         return _reference(q, k_new, v_new, pool, layer, metadata, options, sinks)
     if isinstance(tuning, HopperTuning):
@@ -185,7 +185,11 @@ def matmul(
       x: see `terms.in_terms`.
       out_dtype: what sums are rounded to; None = the dtype of x, or float32 if x has two terms.
       impl: as in `paged_attention`; all have XLA's product, "hopper" its own for few rows.
+
+    Raises:
+      ValueError: x is not in one term or two.
     """
+    checks.check_operand(x)
     num_programs = implementations.hopper_multiprocessors(impl)
     return product.matmul(x, w, out_dtype, num_programs=num_programs)
 
@@ -203,7 +207,11 @@ def gated_matmul(
 
     Returns:
       In as many terms as x has.
+
+    Raises:
+      ValueError: x is not in one term or two.
     """
+    checks.check_operand(x)
     return product.gated_matmul(x, w, num_programs=implementations.hopper_multiprocessors(impl))
 
 

@@ -78,6 +78,8 @@ def _noise(inputs: SampleInputs, vocab: int) -> Float32[Array, "num_samples voca
 
     def row_noise(seed, position):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
+        # Otherwise a token's noise would depend on how many tokens there are.
+        with jax.threefry_partitionable(True):
+            return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
 
     return jax.vmap(row_noise)(inputs.seeds, inputs.positions)

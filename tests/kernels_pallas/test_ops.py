@@ -1,12 +1,20 @@
 """Which implementation runs, and what a named one refuses."""
 
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.attention_cases import Shape, assert_close, assert_same_pool, make_case, oracle
+from helpers.attention_cases import (
+    Shape,
+    assert_close,
+    assert_same_pool,
+    make_case,
+    oracle,
+    with_layout,
+)
 
 from kernels_pallas import ops, xla
 
@@ -44,6 +52,29 @@ def test_a_named_implementation_never_falls_back(case, impl, platform):
     match = f"impl='{impl}': .*; platform='cpu' is not {platform}"
     with pytest.raises(NotImplementedError, match=match):
         ops.paged_attention(*case.args, sm_scale=0.3, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("impl", "q_dtype", "pool_dtype", "reason"),
+    [
+        ("tpu_interpret", jnp.float32, jnp.float16, "q.dtype=float32 is not pool.dtype=float16"),
+        ("hopper_interpret", jnp.int32, jnp.bfloat16, "q.dtype=int32 is neither"),
+    ],
+    ids=["another type than the pool's", "queries that are no floats"],
+)
+def test_dtypes_that_no_kernel_takes_are_refused(impl, q_dtype, pool_dtype, reason):
+    case = make_case([(6, 6)], shape=Shape(4, 2, 64, 16, num_tokens=8, dtype=pool_dtype))
+    pool = with_layout(case.pool, ops.pool_layout(impl))
+    case = replace(case, q=case.q.astype(q_dtype), pool=pool)
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        ops.paged_attention(*case.args, sm_scale=0.3, impl=impl)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (0, 8, 64), (3, 8, 64)])
+def test_operands_have_one_term_or_two(shape):
+    for multiply in (ops.matmul, ops.gated_matmul):
+        with pytest.raises(ValueError, match=re.escape(f"x.shape={shape} must ")):
+            multiply(jnp.zeros(shape), jnp.zeros((64, 64)))
 
 
 def test_xla_names_every_reason(case):

@@ -1,5 +1,6 @@
 """Sampling options on many random rows at once, against the NumPy reference and each other."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,6 +82,20 @@ def test_a_row_gets_the_same_token_from_every_variant_that_does_for_it():
     for most, tokens in enumerate((random, limited)):
         assert (num_limits == most).sum() >= 30, "the comparison says little"
         assert (tokens != both).any(), "the comparison cannot fail"
+
+
+@pytest.mark.parametrize("is_partitionable", [True, False])
+def test_wide_rows_get_the_same_token_from_every_variant(is_partitionable):
+    """Limited variants pad such rows; a user may have set how JAX splits random bits."""
+    with jax.threefry_partitionable(is_partitionable):
+        rows = jnp.zeros((16, 5000), jnp.float32)
+        inputs = make_inputs(16, seeds=np.arange(16))
+        random, limited = (
+            np.asarray(draw(rows, inputs, variant)[0])
+            for variant in (Variant.RANDOM, Variant.LIMITED)
+        )
+    np.testing.assert_array_equal(random, limited)
+    assert len(set(random)) > 8, "the comparison cannot fail"
 
 
 def test_limits_that_keep_all_are_as_if_unset():
