@@ -5,7 +5,6 @@ that whatever happens around it must not change them. Faults are asked for by an
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers.byte_tokenizer import ByteTokenizer
 from helpers.fake_runner import FakeRunner, expected_tokens
 
@@ -153,20 +151,6 @@ def long_text() -> pb.GenerateRequest:
     request = pb.GenerateRequest(text="<|bos|>" * (MAX_MODEL_LEN - 10))
     request.sampling.max_tokens = 2
     return request
-
-
-def hold_long_texts(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Long texts are not tokenised before the event is set."""
-    assert llm.tokenizer is not None
-    encode, may_go = llm.tokenizer.encode, threading.Event()
-
-    def held(text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > 4096:
-            assert may_go.wait(60)
-        return encode(text, add_special_tokens)
-
-    monkeypatch.setattr(llm.tokenizer, "encode", held)
-    return may_go
 
 
 def solo_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> list[int]:

@@ -1,5 +1,6 @@
 """Fronts that tests of the whole service share: starting an engine's process takes a second."""
 
+import threading
 from collections.abc import Callable, Generator
 from functools import cache
 
@@ -34,3 +35,19 @@ def llm(request: pytest.FixtureRequest, _llms: Callable[[str], AsyncLLM]) -> Asy
 @pytest.fixture
 def process_llm(_llms: Callable[[str], AsyncLLM]) -> AsyncLLM:
     return _llms("process")
+
+
+@pytest.fixture
+def may_go(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
+    """Long texts are not tokenised before it is set, which the test's end does, too."""
+    assert llm.tokenizer is not None
+    encode, event = llm.tokenizer.encode, threading.Event()
+
+    def held(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 4096:
+            assert event.wait(60)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", held)
+    yield event
+    event.set()

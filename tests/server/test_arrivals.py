@@ -7,7 +7,7 @@ import grpc
 import pytest
 from helpers.fronts import scripted_front
 from helpers.running_service import Service, run_service, tokens_of, until
-from helpers.served_engines import hold_long_texts, long_text
+from helpers.served_engines import long_text
 
 from jaxpaged import request_maker
 from jaxpaged.async_llm import AsyncLLM
@@ -19,10 +19,8 @@ from jaxpaged.v1 import inference_pb2 as pb
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_queue_timeout_ends_what_is_still_tokenised(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+    llm: AsyncLLM, may_go: threading.Event, is_stream: bool
 ):
-    may_go = hold_long_texts(llm, monkeypatch)
-
     async def body(service: Service) -> None:
         patient = service.stub.Generate(long_text())
         request = long_text()
@@ -40,16 +38,12 @@ def test_queue_timeout_ends_what_is_still_tokenised(
         may_go.set()
         assert len((await patient).completions[0].token_ids) == 2
 
-    try:
-        run_service(llm, body)
-    finally:
-        may_go.set()
+    run_service(llm, body)
 
 
 def test_the_time_to_tokenise_is_part_of_the_queue_timeout(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, may_go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
-    may_go = hold_long_texts(llm, monkeypatch)
     deadlines = []
     add = llm.live.add
 
@@ -72,10 +66,7 @@ def test_the_time_to_tokenise_is_part_of_the_queue_timeout(
         await call
         assert before + 1000 <= deadlines[0] <= arrived + 1000
 
-    try:
-        run_service(llm, body)
-    finally:
-        may_go.set()
+    run_service(llm, body)
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel", "drain", "stays"])

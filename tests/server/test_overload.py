@@ -11,7 +11,7 @@ import grpc
 import psutil
 import pytest
 from helpers.running_service import Service, ask, run_service, tokens_of, until
-from helpers.served_engines import hold_long_texts, long_text, make_llm, solo_tokens
+from helpers.served_engines import long_text, make_llm, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.server import service as service_module
@@ -70,10 +70,9 @@ def test_a_full_queue_refuses_before_it_works_on_the_prompt(llm: AsyncLLM):
 
 
 def test_prompts_that_are_still_tokenised_wait_in_the_queue_too(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, may_go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
     """Else a flood of long texts would pile up before the tokenizer, however short the queue."""
-    may_go = hold_long_texts(llm, monkeypatch)
     monkeypatch.setattr(llm._intake, "config", replace(llm.config, max_queued_requests=3))
 
     async def body(service: Service) -> None:
@@ -89,10 +88,7 @@ def test_prompts_that_are_still_tokenised_wait_in_the_queue_too(
         for call in long[1:]:
             assert len((await call).completions[0].token_ids) == 2
 
-    try:
-        run_service(llm, body)
-    finally:
-        may_go.set()
+    run_service(llm, body)
 
 
 def test_lists_that_are_too_long_are_refused_before_they_are_copied(

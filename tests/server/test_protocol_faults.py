@@ -1,12 +1,13 @@
 """Faults that gRPC services of inference engines have had: each must not come back."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
 import pytest
 from helpers.running_service import EOF, SERVING, Service, ask, run_service, tokens_of, until
-from helpers.served_engines import hold_long_texts, long_text, solo_tokens
+from helpers.served_engines import long_text, solo_tokens
 
 from jaxpaged.async_llm import AsyncLLM
 from jaxpaged.errors import ServerDrainingError
@@ -95,10 +96,8 @@ def test_usage_and_endings_of_a_stream_are_those_of_the_unary_call(llm: AsyncLLM
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_what_is_still_tokenised_when_the_server_drains_gets_the_grace_time(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, in_time: bool
+    llm: AsyncLLM, may_go: threading.Event, in_time: bool
 ):
-    may_go = hold_long_texts(llm, monkeypatch)
-
     async def body(service: Service) -> None:
         calls = [
             service.stub.Generate(long_text()),
@@ -124,10 +123,7 @@ def test_what_is_still_tokenised_when_the_server_drains_gets_the_grace_time(
         counts = response.finished_requests, response.aborted_requests
         assert counts == ((2, 0) if in_time else (0, 2))
 
-    try:
-        run_service(llm, body)
-    finally:
-        may_go.set()
+    run_service(llm, body)
 
 
 @pytest.mark.long
