@@ -47,8 +47,7 @@ class Program:
       registers: the same, registers a thread.
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
       num_slices: kernels of a step that are handed slices of arguments in place.
-      num_graph_loops: loops of a step in its CUDA graphs.
-      has_loops: it may have loops, which the host drives.
+      num_unwaited_loops: loops of a step whose condition takes no kernel.
     """
 
     compiled: jax.stages.Compiled
@@ -58,8 +57,7 @@ class Program:
     registers: tuple[int, ...]
     launches: tuple[str, ...] | None = None
     num_slices: int = 0
-    num_graph_loops: int = 0
-    has_loops: bool = False
+    num_unwaited_loops: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -97,12 +95,12 @@ def _with_launches(program: Program, folder: Path, before: set[Path]) -> Program
     """Reads the new launch sequence in `folder`; what is in a graph is indented."""
     (file,) = set(folder.glob(_LAUNCH_FILES)) - before
     text = file.read_text()
-    launches = tuple(re.findall(r"^\d+: (\w+)", text, re.MULTILINE))
+    num_waited = len(re.findall(r"^condition:\s+\d+: kCustomKernel", text, re.MULTILINE))
     return replace(
         program,
-        launches=launches,
+        launches=tuple(re.findall(r"^\d+: (\w+)", text, re.MULTILINE)),
         num_slices=text.count("kDynamicSliceFusion"),
-        num_graph_loops=len(re.findall(r"^\s+\d+: kWhile", text, re.MULTILINE)),
+        num_unwaited_loops=text.count(": kWhile") - num_waited,
     )
 
 
@@ -235,8 +233,7 @@ def compile_sample(
         return step.lower(logits, state, words).compile(options)
 
     program = _compile(mesh, compile_it, None, dump_folder)
-    has_loops = variant in (Variant.LIMITED, Variant.LIMITED_BOTH)
-    return replace(_with_launches(program, step_folder, before), has_loops=has_loops)
+    return _with_launches(program, step_folder, before)
 
 
 def make_executables(

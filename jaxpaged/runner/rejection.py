@@ -27,6 +27,10 @@ _CHUNK = MAX_ADDED
 # factor of 1.5 or less apart: most rows' k-th best is among them.
 _NUM_TRIED = 15
 _FIRST_TRIED = [0x3E000000 + (i << 22) for i in range(_NUM_TRIED)]
+# So that no fault could keep a device busy for ever. A round leaves, of the weight before a row's
+# token, a part that is even in 0 to 1: 12 rounds lead from a vocabulary to one token, on average,
+# and 256 are not to be seen.
+_MAX_ROUNDS = 256
 
 
 @typing.no_type_check
@@ -91,18 +95,22 @@ def draw_kept(
     limits, token_ids = find_limits(gaps, noisy, top_k, top_p, has_both=has_both)
     rows = jnp.arange(len(gaps))
 
-    def is_open(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return state[1]
+    def are_open(state: tuple[jax.Array, ...]) -> jax.Array:
+        # why a comparison: in a CUDA graph, XLA waits for a condition only where it takes a kernel
+        _, num_open, num_rounds = state
+        return (num_open > 0) & (num_rounds < _MAX_ROUNDS)
 
-    def try_next(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        tried, _ = state
+    def try_next(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tried, _, num_rounds = state
         own = gaps.at[rows, tried].get(mode="promise_in_bounds")
         before = look_before(gaps, noisy, _bits(own), tried)
         is_kept = limits.keep(before.weight, before.count)
-        return jnp.where(is_kept, tried, before.noisiest), ~is_kept.all()
+        tried = jnp.where(is_kept, tried, before.noisiest)
+        return tried, _count(~is_kept), num_rounds + 1
 
     has_limit = (limits.weight < jnp.inf) | (limits.count < gaps.shape[1])
-    return jax.lax.while_loop(is_open, try_next, (token_ids, has_limit.any()))[0]
+    state = token_ids, _count(has_limit), jnp.int32(0)
+    return jax.lax.while_loop(are_open, try_next, state)[0]
 
 
 def find_limits(
@@ -178,8 +186,7 @@ def _find_best(
     More only where the farthest of them are equals. Passes are few, whatever the row holds.
     """
 
-    def are_open(state: tuple[jax.Array, ...]) -> jax.Array:
-        near, far, num_within, _ = state
+    def is_open(near: jax.Array, far: jax.Array, num_within: jax.Array) -> jax.Array:
         return (num_within > wanted) & (far - near > 1)
 
     def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -200,15 +207,15 @@ def _find_best(
         for bound, count in zip(reversed(tried), reversed(counts), strict=True):
             far = jnp.where(count >= wanted, bound, far)
             num_within = jnp.where(count >= wanted, count, num_within)
-        state = near, far, num_within, jnp.bool_(True)
-        return near, far, num_within, are_open(state).any()
+        return near, far, num_within, _count(is_open(near, far, num_within))
 
     # Too few are within `near`, enough within `far`.
     near = jnp.full(len(gaps), -1, jnp.int32)
     far = jnp.full(len(gaps), _INF_BITS, jnp.int32)
     num_within = jnp.full(len(gaps), gaps.shape[1], jnp.int32)
-    state = near, far, num_within, jnp.bool_(True)
-    _, far, num_within, _ = jax.lax.while_loop(lambda state: state[-1], narrow, state)
+    state = near, far, num_within, jnp.int32(len(gaps))
+    # why a comparison: see draw_kept
+    _, far, num_within, _ = jax.lax.while_loop(lambda state: state[-1] > 0, narrow, state)
     return far, (num_within - wanted).astype(jnp.uint32)
 
 
@@ -224,6 +231,10 @@ def _reduce_chunks(operands: Any, start: Any, join: Any) -> Any:
     num_samples, width = operands[0].shape
     shape = num_samples, -1, min(_CHUNK, width)
     return jax.lax.reduce(tuple(x.reshape(shape) for x in operands), start, join, (2,))
+
+
+def _count(flags: Bool[Array, " num_samples"]) -> Int32[Array, ""]:
+    return flags.sum(dtype=jnp.int32)
 
 
 def _add(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

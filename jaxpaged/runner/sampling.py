@@ -19,13 +19,17 @@ class Variant(enum.Enum):
     """Which executable draws; the host picks the least that does for every row of the step.
 
     A row gets the same token from each that does for it. All rows are greedy; no row has top_k or
-    top_p; no row has both; any options. Only the last two have loops, for which a GPU's host waits.
+    top_p; no row has both; any options.
     """
 
     GREEDY = "greedy"
     RANDOM = "random"
     LIMITED = "limited"
     LIMITED_BOTH = "limited_both"
+
+    @property
+    def has_loops(self) -> bool:
+        return self in (Variant.LIMITED, Variant.LIMITED_BOTH)
 
 
 def sample_tokens(
