@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.hopper_parts import MMA_ROWS, WARPGROUP
+from kernels_pallas.hopper_parts import MMA_ROWS, WARPGROUP, store_slowly
 from kernels_pallas.write_parts_hopper import RUN, Work, WriteRefs, WriteShape
 
 
@@ -20,7 +20,7 @@ def write_slots(refs: WriteRefs, work: Work, shape: WriteShape, halves, plane: i
     """
     rows_sm, slots_sm = refs.rows_sm, refs.slots_sm
     for half, values in zip(shape.halves, halves, strict=True):
-        rows_sm[:, half] = values
+        store_slowly(rows_sm.at[:, half], values)
     plgpu.commit_smem()
     size = MMA_ROWS // shape.parts
     begin = work.part * size
