@@ -170,7 +170,7 @@ def controls(step_folder: Path) -> Iterator[Case]:
 
 def _count_down(
     gaps: jax.Array, noisy: jax.Array, top_k: jax.Array, top_p: jax.Array, *, has_both: bool
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """In place of `draw_kept`: a loop whose condition is a flag that its body computed."""
 
     def lower(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -178,4 +178,5 @@ def _count_down(
         return lowered, (lowered > top_k).any()
 
     start = jnp.argmax(noisy, axis=1).astype(jnp.int32), jnp.bool_(True)
-    return jax.lax.while_loop(lambda state: state[1], lower, start)[0]
+    ids, has_more = jax.lax.while_loop(lambda state: state[1], lower, start)
+    return ids, ~has_more

@@ -34,12 +34,11 @@ MAX_UPDATES = 1024
 MAX_SCORED = 64
 # From this many tokens on cuBLASLt's products beat Triton's on an H200 (docs/performance.md).
 MIN_CUBLAS_TOKENS = 64
-# A loop is part of its program's CUDA graph, so that the host does not drive it: the default list
-# and WHILE. Before JAX 0.12 graphs must also be allowed to be small, for a loop counts as one part.
+# A loop is part of its program's CUDA graph, so that the host does not drive it: XLA's own list,
+# and WHILE.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
 }
 
 

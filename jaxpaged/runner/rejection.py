@@ -27,9 +27,10 @@ _CHUNK = MAX_ADDED
 # factor of 1.5 or less apart: most rows' k-th best is among them.
 _NUM_TRIED = 15
 _FIRST_TRIED = [0x3E000000 + (i << 22) for i in range(_NUM_TRIED)]
-# So that no fault could keep a device busy for ever. A round leaves, of the weight before a row's
-# token, a part that is even in 0 to 1: 12 rounds lead from a vocabulary to one token, on average,
-# and 256 are not to be seen.
+# So that nothing keeps a device busy for ever: not a fault, and not logits made to rise where the
+# noise falls, which is known to who knows a seed. Without that a round leaves, of the weight before
+# a row's token, a part that is even in 0 to 1: from a vocabulary to one token it takes 13 rounds on
+# average, and more than 64 once in 10**26 draws.
 _MAX_ROUNDS = 256
 
 
@@ -82,7 +83,7 @@ def draw_kept(
     top_p: Float32[Array, " num_samples"],
     *,
     has_both: bool,
-) -> Int32[Array, " num_samples"]:
+) -> tuple[Int32[Array, " num_samples"], Bool[Array, " num_samples"]]:
     """The id of the largest `noisy` among the tokens that top_k, then top_p leave.
 
     Args:
@@ -91,26 +92,30 @@ def draw_kept(
       top_k: 0 = off.
       top_p: 1 = off.
       has_both: whether a row may have both. It costs a search, and changes no other row's draw.
+
+    Returns:
+      The ids, and whether they were found: not where `_MAX_ROUNDS` were too few.
     """
     limits, token_ids = find_limits(gaps, noisy, top_k, top_p, has_both=has_both)
     rows = jnp.arange(len(gaps))
 
     def are_open(state: tuple[jax.Array, ...]) -> jax.Array:
         # why a comparison: in a CUDA graph, XLA waits for a condition only where it takes a kernel
-        _, num_open, num_rounds = state
+        _, _, num_open, num_rounds = state
         return (num_open > 0) & (num_rounds < _MAX_ROUNDS)
 
     def try_next(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tried, _, num_rounds = state
+        tried, _, _, num_rounds = state
         own = gaps.at[rows, tried].get(mode="promise_in_bounds")
         before = look_before(gaps, noisy, _bits(own), tried)
         is_kept = limits.keep(before.weight, before.count)
         tried = jnp.where(is_kept, tried, before.noisiest)
-        return tried, _count(~is_kept), num_rounds + 1
+        return tried, is_kept, _count(~is_kept), num_rounds + 1
 
     has_limit = (limits.weight < jnp.inf) | (limits.count < gaps.shape[1])
-    state = token_ids, _count(has_limit), jnp.int32(0)
-    return jax.lax.while_loop(are_open, try_next, state)[0]
+    state = token_ids, ~has_limit, _count(has_limit), jnp.int32(0)
+    token_ids, is_kept, _, _ = jax.lax.while_loop(are_open, try_next, state)
+    return token_ids, is_kept
 
 
 def find_limits(

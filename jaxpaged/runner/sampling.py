@@ -55,14 +55,15 @@ def sample_tokens(
         drawn = jnp.argmax(_noise(inputs, gaps.shape[1]) - gaps, axis=-1).astype(jnp.int32)
         return jnp.where(is_random, drawn, greedy), is_finite
     gaps = pad_vocab(gaps)
-    drawn = draw_kept(
+    drawn, is_found = draw_kept(
         gaps,
         _noise(inputs, gaps.shape[1]) - gaps,
         jnp.where(is_random, inputs.top_k, 0),
         jnp.where(is_random, inputs.top_p, 1.0),
         has_both=variant is Variant.LIMITED_BOTH,
     )
-    return jnp.where(is_random, drawn, greedy), is_finite
+    # The best token is always kept.
+    return jnp.where(is_random & is_found, drawn, greedy), is_finite
 
 
 def gaps_of(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.runner.rejection import Before, find_limits, look_before, pad_vocab
+from jaxpaged.runner.rejection import Before, draw_kept, find_limits, look_before, pad_vocab
 
 WIDTHS = [97, 4096, 9000]
 
@@ -86,3 +86,14 @@ def test_top_p_is_a_part_of_the_k_best(vocab, top_k):
     np.testing.assert_array_equal(limits.count, ks)
     others, _ = find(padded, -padded, jnp.asarray(ks), jnp.asarray(ps), has_both=False)
     assert not np.allclose(others.weight, expected, rtol=1e-6), "the comparison cannot fail"
+
+
+def test_a_row_that_takes_too_long_is_told_and_harms_no_other():
+    """Noise that falls as logits rise: every round refuses one token alone."""
+    vocab = 600
+    gaps = jnp.broadcast_to(jnp.linspace(0, 1, vocab, dtype=jnp.float32), (3, vocab))
+    noisy = gaps.at[1].set(-gaps[1])
+    top_k, top_p = jnp.array([vocab - 100, 1, 1], jnp.int32), jnp.ones(3, jnp.float32)
+    token_ids, is_found = draw_kept(gaps, noisy, top_k, top_p, has_both=False)
+    np.testing.assert_array_equal(is_found, [True, True, False])
+    np.testing.assert_array_equal(token_ids[:2], [vocab - 101, 0])

@@ -7,6 +7,7 @@ import pytest
 from helpers.numpy_sampling import kept_ids
 from helpers.sampler import draw, draw_random, kept_mask, make_inputs
 
+from jaxpaged.runner import sampling
 from jaxpaged.runner.sampling import Variant
 
 VOCAB = 97
@@ -129,6 +130,18 @@ def test_padding_columns_change_no_draw(padding):
             draw(jnp.asarray(rows), inputs, variant)[0],
             draw(jnp.asarray(padded), inputs, variant)[0],
         )
+
+
+def test_logits_made_against_the_noise_do_not_leave_top_k():
+    """Whoever knows the seed can make a row that takes more rounds than there are."""
+    vocab = 600
+    inputs = make_inputs(2, seeds=7, temperature=1e6, top_k=[5, 0])
+    noise = np.asarray(sampling._noise(inputs, vocab))
+    places = noise.argsort(axis=1).argsort(axis=1)  # the more noise, the later
+    logits = jnp.asarray(-0.1 * places, jnp.float32)
+    drawn, is_finite = draw(logits, inputs, Variant.LIMITED)
+    assert places[0, drawn[0]] < 5 and is_finite.all()
+    assert places[1, drawn[1]] > 500, "the noise was to draw the worst"
 
 
 def test_one_token_left_is_the_lowest_of_the_best():
