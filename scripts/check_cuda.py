@@ -129,6 +129,9 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="programs with it in their names"
     )
+    parser.add_argument(  # scripts/check_cuda has taken it before
+        "--newest", action="store_true", help="with the newest JAX of our range, not the oldest"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGALRM, _give_up)
     start = time.monotonic()
@@ -141,6 +144,8 @@ def main() -> int:
             if any(text in case.name for text in args.only):
                 rows.append(run(case, Path(folder)))
                 print(rows[-1], flush=True)
+    if not rows:
+        parser.error(f"no program has any of {args.only} in its name")
     num_bad = sum(bool(row.problems) for row in rows)
     print(
         f"{len(rows)} programs, {num_bad} bad, {time.monotonic() - start:.0f} s "

@@ -47,7 +47,7 @@ class Program:
       registers: the same, registers a thread.
       launches: what the host starts in a run of a step, in XLA's words; None for a lone kernel.
       num_slices: kernels of a step that are handed slices of arguments in place.
-      num_unwaited_loops: loops of a step whose condition takes no kernel.
+      num_unwaited_loops: loops of a step, the host's too, whose condition takes no kernel.
     """
 
     compiled: jax.stages.Compiled
@@ -95,12 +95,14 @@ def _with_launches(program: Program, folder: Path, before: set[Path]) -> Program
     """Reads the new launch sequence in `folder`; what is in a graph is indented."""
     (file,) = set(folder.glob(_LAUNCH_FILES)) - before
     text = file.read_text()
+    num_loops = text.count(": kWhile")
     num_waited = len(re.findall(r"^condition:\s+\d+: kCustomKernel", text, re.MULTILINE))
+    assert num_waited <= num_loops, f"XLA has other words for loops in {file}"
     return replace(
         program,
         launches=tuple(re.findall(r"^\d+: (\w+)", text, re.MULTILINE)),
         num_slices=text.count("kDynamicSliceFusion"),
-        num_unwaited_loops=text.count(": kWhile") - num_waited,
+        num_unwaited_loops=num_loops - num_waited,
     )
 
 
