@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,16 @@ class AsyncLLM:
       info: what is loaded, and how large the engine around it is.
 
     Raises:
+      TypeError: there is no such option.
       JaxpagedError: an option is out of range, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, *, start_engine: StartEngine = start_in_thread, **options: Any):
+        if unknown := options.keys() - {field.name for field in fields(EngineConfig)}:
+            raise TypeError(
+                f"there is no option {min(unknown)!r}: the options are the fields of EngineConfig, "
+                "and docs/options.md has a list of names elsewhere"
+            )
         config = EngineConfig(model, **options)
         validation.check_engine_config(config)
         front_model = FrontModel.load(config)

@@ -63,6 +63,8 @@ def run_engine(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    # Its INFO tells of every kind of device that is not here.
+    logging.getLogger("jax").setLevel(max(log_level, logging.WARNING))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set(zmq.LINGER, 1000)
         socket.connect(address)

@@ -49,6 +49,7 @@ class LLM:
       options: the other fields of `EngineConfig`.
 
     Raises:
+      TypeError: there is no such option.
       JaxpagedError: an option is out of range, or the model cannot be loaded.
     """
 

@@ -224,7 +224,7 @@ def _check_logit_bias(logit_bias: Any, vocab_size: int) -> tuple[tuple[int, floa
             "logit_bias", f"logit_bias={logit_bias!r:.80} must map token ids to numbers"
         )
     checked, bias = [], {} if logit_bias is None else logit_bias
-    ids = check_ids("logit_bias", bias.keys(), vocab_size, what="key")
+    ids = check_ids("logit_bias", bias.keys(), vocab_size, what="logit_bias key")
     for number, value in zip(ids, bias.values(), strict=True):
         value = check_float(f"logit_bias[{number}]", value, field="logit_bias")
         checked.append((number, min(100.0, max(-100.0, value))))

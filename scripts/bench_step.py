@@ -77,6 +77,8 @@ def main() -> None:
     )
     if not cases:
         parser.error(f"no case has any of {options.only} in its name")
+    if options.profile and not profiled:
+        parser.error(f"no case that --profile traces has any of {options.only} in its name")
     engine_options = {name: json.loads(value) for name, value in _pairs(options.options)}
     engine_options.setdefault("max_num_seqs", max(case.num_rows for case in cases))
     figures: dict[str, Any] = {"device": jax.devices()[0].device_kind}
@@ -91,10 +93,6 @@ def main() -> None:
             for case in cases:
                 figures[case.name] = step_seconds(llm, case, 1 if options.quick else 3) * 1e3
                 print_case(case, figures[case.name])
-            if options.profile and not profiled:
-                print(
-                    f"no profile: of {', '.join(case.name for case in PROFILED)} none was asked for"
-                )
             for number, case in enumerate(profiled if options.profile else ()):
                 print_profile(llm, case, Path(folder) / str(number))
             print(f"{llm.stats().compiles_after_warmup} compiles after warm-up")
@@ -165,7 +163,7 @@ def print_profile(llm: LLM, case: Case, folder: Path) -> None:
     print(f"{case.name}: device time by kernel, {total:.3f} s in all")
     for name, value in sorted(seconds.items(), key=lambda item: -item[1])[:30]:
         print(f"{value / total:6.1%} {value * 1e3:10.2f} ms  {name[:90]}")
-    # Within a step they are 1 or 2 us, but a loop in a CUDA graph is not traced, and counts as one gap.
+    # Within a step they are 1 or 2 us; a loop in a CUDA graph is not traced, and counts as a gap.
     large = sorted((gap for gap in gaps if gap > LARGE_GAP_US), reverse=True)
     if large:
         print(

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxpaged.errors import InvalidFieldError
 from jaxpaged.models.config import ModelConfig
 
 AXIS_NAME = "tensor"
@@ -13,26 +14,29 @@ def tensor_mesh(num_devices: int) -> Mesh:
     """A mesh over the first `num_devices` devices.
 
     Raises:
-      ValueError: there are fewer.
+      InvalidFieldError: there are fewer.
     """
     devices = jax.devices()
     if not 1 <= num_devices <= len(devices):
-        raise ValueError(
-            f"tensor_parallel={num_devices} must be between 1 and the {len(devices)} "
-            f"{devices[0].platform} devices here"
+        raise InvalidFieldError(
+            "tensor_parallel",
+            f"tensor_parallel={num_devices} must be between 1 and {len(devices)}, the number of "
+            f"{devices[0].platform} devices here",
         )
     return Mesh(np.array(devices[:num_devices]), (AXIS_NAME,))
 
 
 def check_divisible(config: ModelConfig, num_devices: int) -> None:
-    """Raises ValueError naming every size of the model that the devices cannot share evenly."""
+    """Raises InvalidFieldError that names all sizes of the model that devices cannot share evenly."""
     sizes = {
         "num_kv_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
     }
     bad = [f"{name}={size}" for name, size in sizes.items() if size % num_devices]
     if bad:
-        raise ValueError(f"tensor_parallel={num_devices} must divide {', '.join(bad)}")
+        raise InvalidFieldError(
+            "tensor_parallel", f"tensor_parallel={num_devices} must divide {', '.join(bad)}"
+        )
 
 
 def partition_spec(

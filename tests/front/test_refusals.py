@@ -84,7 +84,7 @@ BAD_PARAMS = [
     ({"presence_penalty": 2.5}, r"presence_penalty=2.5 must be a finite number in \[-2, 2\]"),
     ({"frequency_penalty": math.nan}, r"frequency_penalty=nan must be .* in \[-2, 2\]"),
     ({"logit_bias": [5]}, r"logit_bias=\[5\] must map token ids to numbers"),
-    ({"logit_bias": {300: 1.0}}, "key 0 is 300: ids are 0 to 299"),
+    ({"logit_bias": {300: 1.0}}, "logit_bias key 0 is 300: ids are 0 to 299"),
     ({"logit_bias": {5: math.nan}}, r"logit_bias\[5\]=nan must be a finite number"),
     ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
     ({"allowed_token_ids": [300]}, r"allowed_token_ids\[0\] is 300: ids are 0 to 299"),
