@@ -27,7 +27,7 @@ def tensor_mesh(num_devices: int) -> Mesh:
 
 
 def check_divisible(config: ModelConfig, num_devices: int) -> None:
-    """Raises InvalidFieldError that names all sizes of the model that devices cannot share evenly."""
+    """Raises InvalidFieldError with all sizes of the model that devices cannot share evenly."""
     sizes = {
         "num_kv_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
