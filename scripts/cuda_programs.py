@@ -31,7 +31,8 @@ from kernels_pallas.pool import KVPool, pool_bytes_per_block
 POOL_BYTES = 20 * 2**30
 # What the GPU's own XLA client says of it; its form is XLA's GpuTargetConfigProto.
 _TARGET_CONFIG = Path(__file__).with_name("h200_target_config.txtpb")
-_COPYING = ("copy", "copy-start", "fusion", "transpose", "convert", "dynamic-update-slice")
+_COPYING = ("copy", "copy-start", "fusion", "transpose", "convert")
+_UPDATING = re.compile("scatter|dynamic.update.slice")
 _WHOLE = PartitionSpec()
 _BLOCK_SIZE = 16
 _LAUNCH_FILES = "*.thunk_sequence_after_thunk_passes.txt"
@@ -68,16 +69,16 @@ class Program:
         return self.compiled.memory_analysis()
 
     def pool_copies(self) -> list[str]:
-        """Instructions that make an array of the pool's size, other than a scatter into it.
+        """Instructions that make an array of the pool's size, other than updates of it.
 
-        A scatter writes in place; that it does shows in what is aliased.
+        These write in place; that they do shows in what is aliased.
         """
         text = self.compiled.as_text()
         assert text is not None
         found = []
         for line in text.splitlines():
             match = re.search(r"= \(?\w+\[([\d,]+)\][^=]*? ([\w-]+)\(", line)
-            if match and match[2] in _COPYING and "scatter" not in line.split(" = ")[0]:
+            if match and match[2] in _COPYING and not _UPDATING.search(line.split(" = ")[0]):
                 size = int(np.prod([int(axis) for axis in match[1].split(",")]))
                 if size * self.pool.dtype.itemsize >= self.pool_bytes:
                     found.append(line.strip()[:100])

@@ -29,6 +29,11 @@ def test_unknown_models():
         LLM("")
 
 
+def test_options_that_there_are_not():
+    with pytest.raises(TypeError, match="no option 'gpu_memory_utilization'"):
+        LLM("smollm2", gpu_memory_utilization=0.5)
+
+
 def test_damaged_models(model_folder):
     weights = model_folder / "model.safetensors"
     whole = weights.read_bytes()
