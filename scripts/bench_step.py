@@ -148,7 +148,10 @@ def print_profile(llm: LLM, case: Case, folder: Path) -> None:
     """Device time by kernel, and the gaps between kernels, of a batch's decode steps."""
     prompts = new_prompts(llm, case)
     answer(llm, case, prompts, 1)  # why: nearly all of the prompts is in the cache then
-    with jax.profiler.trace(str(folder)):
+    tracing = jax.profiler.ProfileOptions()
+    tracing.host_tracer_level = 1
+    tracing.python_tracer_level = 0  # why: a host that is traced falls behind the device
+    with jax.profiler.trace(str(folder), profiler_options=tracing):
         answer(llm, case, prompts, 64)
     (file,) = folder.glob("**/*.xplane.pb")
     events = sorted(_device_events(jax.profiler.ProfileData.from_file(str(file))))
