@@ -130,7 +130,7 @@ def test_a_stop_string_ends_a_sequence_for_the_engine_too():
         front.runner.held_step = 20
         params = SamplingParams(max_tokens=150, stop="xxx")
         call = asyncio.ensure_future(front.llm.generate("p", params))
-        while front.runner.num_steps < 20:
+        while front.runner.num_steps < 20 and not call.done():  # done: the stop was told early
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # the outputs of the steps before are taken, the stop is told
         front.runner.open.set()
