@@ -27,10 +27,10 @@ _CHUNK = MAX_ADDED
 # factor of 1.5 or less apart: most rows' k-th best is among them.
 _NUM_TRIED = 15
 _FIRST_TRIED = [0x3E000000 + (i << 22) for i in range(_NUM_TRIED)]
-# So that nothing keeps a device busy for ever: no fault, and no logits made to rise where the noise
-# falls, by someone who knows the seed. Otherwise a round leaves, of the weight before a row's token,
-# a part that is uniform in 0 to 1: from a vocabulary to one token takes 13 rounds on average, and
-# more than 64 once in 10**26 draws.
+# So that nothing keeps a device busy for ever: no fault, and no logits that rise where the noise
+# falls, made by someone who knows the seed. Otherwise a round leaves, of the weight before a row's
+# token, a part that is uniform in 0 to 1: from a vocabulary to one token takes 13 rounds on
+# average, and more than 64 once in 10**26 draws.
 _MAX_ROUNDS = 256
 
 

@@ -80,8 +80,10 @@ class Server:
         )
         admin = AdminService(self._state, config.stop_grace_s)
         self._admin = self._make_server(_ADMIN, admin, interceptor(allowed=[admins]), admins)
-        self.port = bind(self._inference, config.host, config.port, credentials)
-        self.admin_port = bind(self._admin, config.admin_host, config.admin_port, credentials)
+        self.port = bind(self._inference, "port", config.host, config.port, credentials)
+        self.admin_port = bind(
+            self._admin, "admin_port", config.admin_host, config.admin_port, credentials
+        )
 
     async def start(self) -> None:
         config = self._config

@@ -65,7 +65,7 @@ class Metrics:
 
     def start(self, host: str, port: int) -> tuple[int, "MetricsPage"]:
         """Serves the page in a thread; returns the bound port, too. OSError if it is in use."""
-        probe(host, port)
+        probe("metrics_port", host, port)
         page = MetricsPage(*start_http_server(port, host, self.registry))
         return page.port, page
 

@@ -33,11 +33,20 @@ def address_of(host: str, port: int) -> str:
 
 
 def bind(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+    server: grpc.aio.Server,
+    field: str,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None,
 ) -> int:
-    """Binds and returns the port; OSError with one clear line when that cannot be."""
+    """Binds and returns the port; OSError with one clear line when that cannot be.
+
+    Args:
+      field: which of the settings the port is.
+    """
+    failure = _failure(field, host, port)
     address = address_of(host, port)
-    probe(host, port)  # gRPC's own message names neither the port nor the cause
+    probe(field, host, port)  # gRPC's own message names neither the port nor the cause
     try:
         if credentials is None:
             bound = server.add_insecure_port(address)
@@ -45,13 +54,13 @@ def bind(
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         cause = "" if credentials is None else " (are the TLS files a certificate and its key?)"
-        raise OSError(f"cannot listen on {address}: {error}{cause}") from error
+        raise OSError(f"{failure}: {error}{cause}") from error
     if not bound:
-        raise OSError(f"cannot listen on {address}")
+        raise OSError(failure)
     return bound
 
 
-def probe(host: str, port: int) -> None:
+def probe(field: str, host: str, port: int) -> None:
     """Raises OSError with one clear line when the port cannot be had."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
@@ -63,4 +72,8 @@ def probe(host: str, port: int) -> None:
             listener.listen()
     except OSError as error:
         cause = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise OSError(f"cannot listen on {address_of(host, port)}: {cause}") from error
+        raise OSError(f"{_failure(field, host, port)}: {cause}") from error
+
+
+def _failure(field: str, host: str, port: int) -> str:
+    return f"{field}={port}: cannot listen on {address_of(host, port)}"

@@ -104,7 +104,9 @@ def test_serve_with_a_port_in_use_is_one_line():
         port = str(taken.getsockname()[1])
         done = run(FAKE_SERVE, "fake", "--port", port, "--admin-port", "0")
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"jaxpaged: cannot listen on 127.0.0.1:{port}: the port is in use\n"
+    assert done.stderr == (
+        f"jaxpaged: port={port}: cannot listen on 127.0.0.1:{port}: the port is in use\n"
+    )
 
 
 def test_serve_with_a_broken_model_is_one_line():

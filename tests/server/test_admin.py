@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -147,9 +148,11 @@ def test_reflection_lists_the_services_and_their_files():
 
 def test_a_port_in_use_is_one_clear_line():
     async def body(running: Running) -> None:
-        for ports in ((running.server.port, 0), (0, running.server.admin_port)):
-            config = ServerConfig(port=ports[0], admin_port=ports[1])
-            with pytest.raises(OSError, match=r"^cannot listen on 127.0.0.1:\d+: .* in use$"):
+        taken = {"port": running.server.port, "admin_port": running.server.admin_port}
+        for field, port in taken.items():
+            config = replace(ServerConfig(port=0, admin_port=0), **{field: port})
+            message = f"^{field}={port}: cannot listen on 127.0.0.1:{port}: .* in use$"
+            with pytest.raises(OSError, match=message):
                 Server(config)
 
     with_server(body)
