@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,13 +64,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, *, start_engine: StartEngine = start_in_thread, **options: Any):
-        if unknown := options.keys() - {field.name for field in fields(EngineConfig)}:
-            raise TypeError(
-                f"there is no option {min(unknown)!r}: the options are the fields of EngineConfig, "
-                "and docs/options.md has a list of names elsewhere"
-            )
-        config = EngineConfig(model, **options)
-        validation.check_engine_config(config)
+        config = validation.make_engine_config(model, options)
         front_model = FrontModel.load(config)
         self._set_up(front_model, partial(start_engine, config, front_model.vocabulary))
 

@@ -4,8 +4,9 @@ Each refusal is one line that names the field, the value and the limit.
 """
 
 import secrets
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_args
 
 from jaxpaged.config import EngineConfig, LoadFormat, ResolvedConfig, Scheduling
 from jaxpaged.errors import ContextTooLongError, InvalidFieldError
@@ -13,12 +14,27 @@ from jaxpaged.field_checks import check_ids, check_int
 from jaxpaged.outputs import ModelInfo
 
 
-def check_engine_config(config: EngineConfig) -> None:
+def make_engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Checks what can be checked before the model is known.
 
+    Args:
+      options: the other fields of `EngineConfig`.
+
     Raises:
+      TypeError: there is no such field.
       InvalidFieldError: a field is out of range.
     """
+    if unknown := options.keys() - {field.name for field in fields(EngineConfig)}:
+        raise TypeError(
+            f"there is no option {min(unknown)!r}: the options are the fields of EngineConfig, "
+            "and docs/options.md has a list of names elsewhere"
+        )
+    config = EngineConfig(model, **options)
+    _check_engine_config(config)
+    return config
+
+
+def _check_engine_config(config: EngineConfig) -> None:
     for name in ("max_model_len", "num_blocks", "max_num_seqs", "max_num_tokens"):
         value = getattr(config, name)
         if value is not None:

@@ -20,7 +20,7 @@ from cuda_programs import (
 from tpu_programs import QWEN3_4B
 
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.runner import sampling
+from jaxpaged.runner import executables, sampling
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.sampling import Variant
 from kernels_pallas import attention_hopper, prefill_hopper
@@ -143,7 +143,10 @@ def controls(step_folder: Path) -> Iterator[Case]:
     mesh = h200_mesh()
     copied = partial(compile_attention, mesh, AttentionShape(), donate=False)
     sample = partial(compile_sample, mesh, QWEN3_4B, NUM_SAMPLES, Variant.LIMITED, step_folder)
-    driven = partial(sample, options={})
+
+    def driven(dump_folder: Path) -> Program:
+        with mock.patch.object(executables, "LOOPS_IN_GRAPHS", {}):
+            return sample(dump_folder)
 
     def unwaited(dump_folder: Path) -> Program:
         with mock.patch.object(sampling, "draw_kept", _count_down):

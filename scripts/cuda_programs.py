@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.runner.buckets import Bucket
 from jaxpaged.runner.executables import Executables
-from jaxpaged.runner.inputs import NUM_SAMPLE_WORDS
 from jaxpaged.runner.sampling import Variant
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.step import BatchState, forward_step, sample_step
@@ -213,29 +212,16 @@ def compile_sample(
     variant: Variant,
     step_folder: Path,
     dump_folder: Path,
-    *,
-    options: dict[str, Any] | None = None,
 ) -> Program:
     """The engine's own `sample` program of a number of rows.
 
     Args:
       step_folder: that of `dump_steps`.
-      options: XLA's, in place of the engine's.
     """
     bucket = Bucket(num_rows, num_rows)
     executables, _ = make_executables(mesh, model, bucket, 4096)
     before = set(step_folder.glob(_LAUNCH_FILES))
-
-    def compile_it() -> jax.stages.Compiled:
-        if options is None:
-            return executables.sample(bucket, variant)
-        logits = _struct(mesh, (num_rows, model.vocab_size), jnp.float32)
-        words = _struct(mesh, (NUM_SAMPLE_WORDS, num_rows), jnp.int32)
-        state = _state(mesh, bucket, 4096)
-        step = jax.jit(partial(sample_step, variant=variant), donate_argnums=1)
-        return step.lower(logits, state, words).compile(options)
-
-    program = _compile(mesh, compile_it, None, dump_folder)
+    program = _compile(mesh, lambda: executables.sample(bucket, variant), None, dump_folder)
     return _with_launches(program, step_folder, before)
 
 
@@ -251,14 +237,12 @@ def make_executables(
         head_dim=model.head_dim,
         dtype=jnp.dtype(model.dtype),
     )
-    state = _state(mesh, bucket, max_model_len)
+    num_rows, table_width = bucket.num_rows + 1, max_model_len // _BLOCK_SIZE
+    state = BatchState(
+        token_ids=_struct(mesh, (num_rows,), jnp.int32),
+        block_tables=_struct(mesh, (num_rows, table_width), jnp.int32),
+    )
     return Executables(weights, pool, state, _BLOCK_SIZE, "hopper"), pool
-
-
-def _state(mesh: Mesh, bucket: Bucket, max_model_len: int) -> BatchState:
-    num_rows = bucket.num_rows + 1
-    tables = _struct(mesh, (num_rows, max_model_len // _BLOCK_SIZE), jnp.int32)
-    return BatchState(token_ids=_struct(mesh, (num_rows,), jnp.int32), block_tables=tables)
 
 
 def _compile(
