@@ -19,7 +19,9 @@ from kernels_pallas.hopper_parts import (
     split_off,
 )
 
-COMBINED_AT_ONCE = 8  # partial results
+# Partial results whose loads overlap: where units are fewer than workers, one has many of them, and
+# elsewhere more programs fit beside each other with fewer registers.
+MANY_AT_ONCE, FEW_AT_ONCE = 16, 4
 
 
 def combine(
@@ -33,23 +35,32 @@ def combine(
 ) -> Array:
     """Merges the partial results of units that several workers shared; in place.
 
-    A program for each worker, not for each unit: most units are nobody's concern here.
+    Programs for each worker, not for each unit: most units are nobody's concern here. Each takes as
+    few of a unit's queries as fill a warpgroup, for what one of them does takes longer than that
+    there are more of them.
     """
-    size = shape.out_group * shape.head_dim
+    num_queries = max(1, WARPGROUP // shape.head_dim)
+    num_units, num_workers = out.shape[1] * shape.num_kv_heads, plan.workers.shape[0]
     flat_out = jax.new_ref(out.reshape(*out.shape[:2], -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(
-        functools.partial(_combine_unit, shape=shape, size=size),
+        functools.partial(
+            _combine_queries,
+            shape=shape,
+            num_queries=num_queries,
+            at_once=MANY_AT_ONCE if num_units <= num_workers else FEW_AT_ONCE,
+        ),
         out_type=(),
-        grid=(plan.workers.shape[0],),
-        grid_names=("worker",),
+        grid=(num_workers, shape.out_group // num_queries),
+        grid_names=("worker", "queries"),
+        kernel_name="decode_combine",
         **interpreted_options(interpret),
     )
     kernel(plan.workers, flat_partials, stats, sink_rows(sinks, shape), flat_out)
     return jax.freeze(flat_out).reshape(out.shape)
 
 
-def _combine_unit(
+def _combine_queries(
     workers_ref,  # i32[num_workers, 8] GMEM
     partials_ref,  # [places, 2, padded_group * head_dim] GMEM
     stats_ref,  # f32[places, 2 (m and l), padded_group] GMEM
@@ -57,7 +68,8 @@ def _combine_unit(
     out_ref,  # [num_terms, num_rows, kv heads * out_group * head_dim] GMEM
     *,
     shape: DecodeShape,
-    size: int,
+    num_queries: int,
+    at_once: int,
 ):
     worker = lax.axis_index("worker")
     position = workers_ref[worker, WorkerColumn.BEGIN]
@@ -76,19 +88,23 @@ def _combine_unit(
     # The second of the workers that share the unit, for it begins inside.
     @pl.when((num_segments > 0) & (first + 1 == worker) & (begin < position))
     def _():
-        # A larger result leaves registers for few of them.
-        at_once = COMBINED_AT_ONCE if size < 16 * WARPGROUP else 2
+        size = num_queries * shape.head_dim
         layout = plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
         element = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
         query = lax.div(element, jnp.int32(shape.head_dim))
-        group = shape.out_group
+        first_query = lax.axis_index("queries") * num_queries
+        queries = [first_query + i for i in range(num_queries)]
 
         def spread(values):
-            """One scalar a query head -> one value an element."""
+            """One scalar a query -> one value an element."""
             result = plgpu.layout_cast(jnp.full((size,), values[0], jnp.float32), layout)
-            for g in range(1, group):
-                result = jnp.where(query == g, values[g], result)
+            for i in range(1, num_queries):
+                result = jnp.where(query == i, values[i], result)
             return result
+
+        def load_part(place, term: int):
+            columns = pl.ds(first_query * shape.head_dim, size)
+            return plgpu.load(partials_ref.at[place, term, columns], layout=layout)
 
         def places(chunk):
             """(place, is one of the unit's) for some workers at once: their loads overlap."""
@@ -102,35 +118,36 @@ def _combine_unit(
         def merge(chunk, carry):
             acc, ms, sums = carry
             found = places(chunk)
+            parts = [[load_part(place, term) for term in range(2)] for place, _ in found]
             highs = ms
             for place, is_real in found:
-                here = [jnp.where(is_real, stats_ref[place, 0, g], NEVER) for g in range(group)]
+                here = [jnp.where(is_real, stats_ref[place, 0, q], NEVER) for q in queries]
                 highs = tuple(jnp.maximum(m, other) for m, other in zip(highs, here, strict=True))
             decays = [jnp.exp2(m - high) for m, high in zip(ms, highs, strict=True)]
             acc = acc * spread(decays)
             sums = tuple(total * decay for total, decay in zip(sums, decays, strict=True))
-            for place, is_real in found:
+            for (place, is_real), terms in zip(found, parts, strict=True):
                 weights = [
-                    jnp.where(is_real, stats_ref[place, 1, g], 0.0)
-                    * jnp.exp2(stats_ref[place, 0, g] - highs[g])
-                    for g in range(group)
+                    jnp.where(is_real, stats_ref[place, 1, q], 0.0)
+                    * jnp.exp2(stats_ref[place, 0, q] - high)
+                    for q, high in zip(queries, highs, strict=True)
                 ]
-                for half in range(2):
-                    part = plgpu.load(partials_ref.at[place, half, pl.ds(0, size)], layout=layout)
-                    acc = acc + spread(weights) * part.astype(jnp.float32)
+                for term in terms:
+                    acc = acc + spread(weights) * term.astype(jnp.float32)
                 sums = tuple(total + w for total, w in zip(sums, weights, strict=True))
             return acc, highs, sums
 
         num_chunks = lax.div(last - first, jnp.int32(at_once)) + 1
         zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
-        sinks = tuple(sinks_ref[head, g] for g in range(group))
+        sinks = tuple(sinks_ref[head, q] for q in queries)
         # Without sinks, NEVER weighs exp2(NEVER - m) = 0: a shared unit has keys.
-        start = (zeros, sinks, (jnp.float32(1),) * group)
+        start = (zeros, sinks, (jnp.float32(1),) * num_queries)
         acc, _, sums = lax.fori_loop(0, num_chunks, merge, start)
         rest = acc * spread([1.0 / total for total in sums])
+        begin_column = (head * shape.out_group + first_query) * shape.head_dim
         for term in range(shape.num_terms):
             rounded, rest = split_off(rest, shape.dtype)
-            out_ref[term, row, pl.ds(head * size, size)] = rounded
+            out_ref[term, row, pl.ds(begin_column, size)] = rounded
 
 
 def sink_rows(sinks: Array | None, shape: DecodeShape) -> Array:

@@ -87,6 +87,7 @@ def paged_decode(
         # why a worker a program: what crosses warps goes through memory that a program has once
         grid=(tuning.num_workers,),
         grid_names=("worker",),
+        kernel_name="decode",
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=2048),

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from kernels_pallas import (
+    add_norm_hopper,
     attention_hopper,
     attention_tpu,
     checks,
@@ -26,9 +27,9 @@ from kernels_pallas import (
 from kernels_pallas.copy_blocks import copy_blocks as _copy_blocks
 from kernels_pallas.implementations import Tuning
 from kernels_pallas.metadata import AttentionMetadata, AttentionOptions
-from kernels_pallas.norm_rope import HeadNorms, RopeTables, split_heads
+from kernels_pallas.norm_rope import HeadNorms, RopeTables, rms_norm, split_heads
 from kernels_pallas.pool import KVPool, PoolLayout
-from kernels_pallas.terms import in_terms, num_terms_of
+from kernels_pallas.terms import in_terms, num_terms_of, sum_of
 from kernels_pallas.tuning import HopperTuning, TPUTuning
 
 
@@ -192,6 +193,42 @@ def matmul(
     checks.check_operand(x)
     num_programs = implementations.hopper_multiprocessors(impl)
     return product.matmul(x, w, out_dtype, num_programs=num_programs)
+
+
+def matmul_in_parts(
+    x: Float[Array, "num_terms num_tokens in_size"],
+    w: Float[Array, "in_size out_size"],
+    *,
+    out_dtype: DTypeLike | None = None,
+    impl: str | None = None,
+) -> Float[Array, "num_parts num_tokens out_size"]:
+    """As `matmul`, but for `add_norm` to add up: one part, or float32 sums of several."""
+    checks.check_operand(x)
+    num_programs = implementations.hopper_multiprocessors(impl)
+    return product.matmul_in_parts(x, w, out_dtype, num_programs=num_programs)
+
+
+def add_norm(
+    x: Float[Array, "num_tokens size"],
+    parts: Float[Array, "num_parts num_tokens size"],
+    scale: Float[Array, " size"],
+    eps: float,
+    *,
+    operand_dtype: DTypeLike,
+    impl: str | None = None,
+) -> tuple[Float[Array, "num_tokens size"], Float[Array, "num_terms num_tokens size"]]:
+    """x + all parts, and its RMS norm, for products to read.
+
+    Args:
+      parts: see `matmul_in_parts`.
+      operand_dtype: what the norm is rounded to, before it is put in terms of the dtype of `scale`.
+      impl: see `matmul`.
+    """
+    if implementations.hopper_multiprocessors(impl) and add_norm_hopper.can_add_norm(x, parts):
+        num_terms = num_terms_of(operand_dtype, scale.dtype)
+        return add_norm_hopper.add_norm(x, parts, scale, eps, num_terms=num_terms)
+    total = x + sum_of(parts).astype(x.dtype)
+    return total, in_terms(rms_norm(total, scale, eps, operand_dtype), scale.dtype)
 
 
 def gated_matmul(

@@ -92,6 +92,7 @@ def paged_prefill(
         out_type=jax.ShapeDtypeStruct(flat_q.shape, q.dtype),
         grid=(tuning.num_programs,),
         grid_names=("program",),
+        kernel_name="prefill",
         num_threads=tuning.attenders + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),

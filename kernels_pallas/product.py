@@ -19,6 +19,25 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
+def matmul_in_parts(
+    x: Float[Array, "num_terms num_tokens in_size"],
+    w: Float[Array, "in_size out_size"],
+    out_dtype: DTypeLike | None,
+    *,
+    num_programs: int | None,
+) -> Float[Array, "num_parts num_tokens out_size"]:
+    """See `ops.matmul_in_parts`.
+
+    Args:
+      num_programs: multiprocessors of a Hopper GPU; None: elsewhere.
+    """
+    out_dtype = out_dtype or result_dtype(x)
+    if num_programs is None or not can_multiply(x, w):
+        return _xla_matmul(x, w, out_dtype)[None]
+    tiling = product_tiling(x, w.shape[1], is_gated=False, num_programs=num_programs)
+    return product(x, w, tiling, out_dtype)
+
+
 def matmul(
     x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size out_size"],
@@ -26,17 +45,9 @@ def matmul(
     *,
     num_programs: int | None,
 ) -> Float[Array, "num_tokens out_size"]:
-    """See `ops.matmul`.
-
-    Args:
-      num_programs: multiprocessors of a Hopper GPU; None: elsewhere.
-    """
-    out_dtype = out_dtype or result_dtype(x)
-    if num_programs is None or not can_multiply(x, w):
-        return _xla_matmul(x, w, out_dtype)
-    tiling = product_tiling(x, w.shape[1], is_gated=False, num_programs=num_programs)
-    sums = product(x, w, tiling, out_dtype)
-    return sums.sum(axis=0).astype(out_dtype) if tiling.split > 1 else sums[0]
+    """See `ops.matmul`; `num_programs` as in `matmul_in_parts`."""
+    parts = matmul_in_parts(x, w, out_dtype, num_programs=num_programs)
+    return sum_of(parts).astype(out_dtype or result_dtype(x)) if len(parts) > 1 else parts[0]
 
 
 def gated_matmul(
@@ -45,7 +56,7 @@ def gated_matmul(
     *,
     num_programs: int | None,
 ) -> Float[Array, "num_terms num_tokens out_size"]:
-    """See `ops.gated_matmul`; `num_programs` as in `matmul`."""
+    """See `ops.gated_matmul`; `num_programs` as in `matmul_in_parts`."""
     if num_programs is None or not can_multiply(x, w, is_gated=True):
         return gated(matmul(x, w, None, num_programs=None), x.dtype)
     tiling = product_tiling(x, w.shape[1] // 2, is_gated=True, num_programs=num_programs)

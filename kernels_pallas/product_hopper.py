@@ -144,6 +144,7 @@ def _run(
         out_type=out_type,
         grid=(out_type.shape[2] // tiling.tile, tiling.split),
         grid_names=("tile", "share"),
+        kernel_name=f"product_{inner}x{w.shape[1]}",
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(

@@ -100,6 +100,7 @@ def write_qkv(
         out_type=jax.ShapeDtypeStruct(q_shape, pool.dtype),
         grid=(num_tiles, num_kv_heads * (shape.group + 2 * shape.parts)),
         grid_names=("tile", "part"),
+        kernel_name="write_qkv",
         scratch_types=(
             swizzled_smem(halves, heads.dtype),
             plgpu.SMEM((MMA_ROWS, head_dim), pool.dtype),

@@ -55,7 +55,7 @@ CASES = (
 )
 SMALL_CASES = (Case(1, 32), Case(8, 32), Case(8, 32, is_sampled=True))
 LARGE_GAP_US = 10
-PROFILED = (Case(64, 512), Case(256, 512), Case(256, 512, is_sampled=True))
+PROFILED = (Case(1, 512), Case(64, 512), Case(256, 512), Case(256, 512, is_sampled=True))
 
 
 def main() -> None:

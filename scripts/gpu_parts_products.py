@@ -1,8 +1,9 @@
-"""Part of scripts/test_gpu: the Hopper kernel's products with weights, against float32."""
+"""Part of scripts/test_gpu: the Hopper kernels' products and norms, against float32."""
 
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.add_norm_hopper import add_norm, can_add_norm
 from kernels_pallas.product_hopper import (
     MAX_ROWS,
     can_multiply,
@@ -19,6 +20,7 @@ REAL = ((2560, 6144, False), (4096, 2560, False), (2560, 9728, True), (9728, 256
 MAX_TWO_TERM_ROWS = MAX_ROWS // 2
 TOLERANCE = 1e-5  # of the largest sum: only the order of float32 additions differs
 TWO_TERMS_EPS = 2.0**-16
+NORM_EPS = 1e-6
 
 
 def check_products() -> str:
@@ -36,7 +38,53 @@ def check_products() -> str:
     for num_terms in (1, 2):
         control = product_error(rng, num_terms, 8, 256, 256, False, is_wrong=True)
         assert control > 1, f"what is left out of {num_terms} terms was not noticed"
-    return f"{len(cases)} products, at most {worst:.2f} of what rounding explains"
+        assert norm_error(rng, num_terms, 8, 256, 3, is_wrong=True) > 1, "so was a part of a sum"
+    norms = [
+        (1 + i % 2, 8 * int(rng.integers(1, 9)), 128 * int(rng.integers(1, 33)), 1 + i % 8)
+        for i in range(NUM_RANDOM)
+    ]
+    norms += [(1, 64, 2560, 3), (2, 8, 2560, 3)]  # of Qwen3-4B
+    worst_norm = max(norm_error(rng, *norm) for norm in norms)
+    assert worst_norm < 1, f"a norm has {worst_norm:.1f} times what rounding explains"
+    return (
+        f"{len(cases)} products, at most {worst:.2f} of what rounding explains, "
+        f"{len(norms)} norms, {worst_norm:.2f}"
+    )
+
+
+def norm_error(
+    rng: np.random.Generator,
+    num_terms: int,
+    num_rows: int,
+    size: int,
+    num_parts: int,
+    *,
+    is_wrong: bool = False,
+) -> float:
+    """As `product_error`, of sums and their norms.
+
+    Args:
+      is_wrong: what they are compared with lacks the last part.
+    """
+    x, parts = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        for shape in ((num_rows, size), (num_parts, num_rows, size))
+    )
+    scale = jnp.asarray(1 + 0.1 * rng.standard_normal(size), jnp.bfloat16)
+    assert can_add_norm(x, parts)
+    found, terms = add_norm(x, parts, scale, NORM_EPS, num_terms=num_terms)
+    expected = np.asarray(x) + np.asarray(parts[:-1] if is_wrong else parts).sum(axis=0)
+    mean_square = np.square(expected).mean(axis=1, keepdims=True)
+    normed = expected / np.sqrt(mean_square + NORM_EPS) * np.asarray(scale, np.float32)
+    rounding = (float(jnp.finfo(jnp.bfloat16).eps), TWO_TERMS_EPS)[num_terms - 1]
+    pairs = (
+        (np.asarray(found), expected, TOLERANCE),
+        (np.asarray(terms, np.float32).sum(axis=0), normed, rounding),
+    )
+    return max(
+        float((np.abs(array - wanted) / (relative * np.abs(wanted) + TOLERANCE)).max())
+        for array, wanted, relative in pairs
+    )
 
 
 def product_error(

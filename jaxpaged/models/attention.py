@@ -61,7 +61,8 @@ class Attention(nnx.Module):
         out_dtype: DTypeLike,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
+    ) -> tuple[Float[Array, "num_parts num_tokens hidden_size"], KVPool]:
+        """What is to be added up, as `Linear.in_parts` gives it, and the pool with the new KV."""
         num_tokens = x.shape[1]
         heads = self.qkv(x, impl=impl).reshape(num_tokens, -1, self.num_q_per_kv + 2, self.head_dim)
         norms = None
@@ -79,4 +80,4 @@ class Attention(nnx.Module):
             impl=impl,
         )
         out = out.reshape(*out.shape[:2], -1)
-        return self.o(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name), pool
+        return self.o.in_parts(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name), pool

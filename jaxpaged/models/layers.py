@@ -9,6 +9,7 @@ What a product reads is in terms of the dtype of its weights (see `precision.py`
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.precision import operand_dtype
 from kernels_pallas.norm_rope import rms_norm
-from kernels_pallas.ops import gated_matmul, matmul
+from kernels_pallas.ops import add_norm, gated_matmul, matmul, matmul_in_parts
 from kernels_pallas.product import gated, precision_of
 from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
@@ -44,8 +45,18 @@ def _parameter(
     )
 
 
+class Residual(NamedTuple):
+    """What layers hand on: x, and what is still to be added to it. The next norm does that."""
+
+    x: Float[Array, "num_tokens hidden_size"]
+    parts: Float[Array, "num_parts num_tokens hidden_size"]
+
+    def total(self) -> Float[Array, "num_tokens hidden_size"]:
+        return self.x + sum_of(self.parts).astype(self.x.dtype)
+
+
 class RMSNorm(nnx.Module):
-    """A learned `rms_norm`, for products to read."""
+    """A learned RMS norm, for products to read."""
 
     def __init__(self, size: int, eps: float, dtype: DTypeLike, *, rngs: nnx.Rngs):
         self.eps = eps
@@ -56,13 +67,22 @@ class RMSNorm(nnx.Module):
         dtype = operand_dtype(x.shape[0], scale.dtype)
         return in_terms(rms_norm(x, scale, self.eps, dtype), scale.dtype)
 
+    def of_sum(
+        self, residual: Residual, *, impl: str | None = None
+    ) -> tuple[Float[Array, "num_rows size"], Float[Array, "num_terms num_rows size"]]:
+        """The sum, and its norm."""
+        x, parts = residual
+        scale = self.scale[...]
+        dtype = operand_dtype(x.shape[0], scale.dtype)
+        return add_norm(x, parts, scale, self.eps, operand_dtype=dtype, impl=impl)
+
 
 class Linear(nnx.Module):
     """x @ kernel + bias, the kernel `[in, out]`.
 
     Args:
-      shard_axis: 1 gives each device some of the outputs; 0 some of the inputs, and the call then
-        needs `axis_name` to add the devices' sums.
+      shard_axis: 1 gives each device some of the outputs; 0 some of the inputs: call `in_parts`
+        then, which adds the devices' sums.
       num_parts: equal matrices that lie side by side in the outputs.
     """
 
@@ -102,16 +122,30 @@ class Linear(nnx.Module):
         self,
         x: Float[Array, "num_terms num_tokens in_size"],
         *,
+        impl: str | None = None,
+    ) -> Float[Array, "num_tokens out_size"]:
+        """The sums are float32, and rounded to what x stands for (as in `ops.matmul`)."""
+        y = matmul(x, self.kernel[...], impl=impl)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, :]
+
+    def in_parts(
+        self,
+        x: Float[Array, "num_terms num_tokens in_size"],
+        *,
         out_dtype: DTypeLike | None = None,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> Float[Array, "num_tokens out_size"]:
-        """The sums are float32, and rounded to `out_dtype` (as in `ops.matmul`)."""
-        y = matmul(x, self.kernel[...], out_dtype=out_dtype, impl=impl)
+    ) -> Float[Array, "num_parts num_tokens out_size"]:
+        """The same, to be added up (as in `ops.matmul_in_parts`), of all devices."""
+        parts = matmul_in_parts(x, self.kernel[...], out_dtype=out_dtype, impl=impl)
         if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
             # why rounded, where x is: it halves what the devices exchange
-            y = jax.lax.psum(y.astype(result_dtype(x)), axis_name).astype(y.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)[None, :]
+            share = sum_of(parts).astype(result_dtype(x))
+            parts = jax.lax.psum(share, axis_name).astype(parts.dtype)[None]
+        if self.bias is None:
+            return parts
+        bias = self.bias[...].astype(parts.dtype)
+        return (sum_of(parts).astype(parts.dtype) + bias[None, :])[None]
 
 
 class Embedding(nnx.Module):
@@ -189,9 +223,10 @@ class MLP(nnx.Module):
         out_dtype: DTypeLike | None = None,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> Float[Array, "num_tokens hidden_size"]:
+    ) -> Float[Array, "num_parts num_tokens hidden_size"]:
+        """What is to be added up, as `Linear.in_parts` gives it."""
         if self.gate_up.bias is None:
             out = gated_matmul(x, self.gate_up.kernel[...], impl=impl)
         else:
             out = gated(self.gate_up(x, impl=impl), x.dtype)
-        return self.down(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name)
+        return self.down.in_parts(out, out_dtype=out_dtype, impl=impl, axis_name=axis_name)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.attention import Attention
 from jaxpaged.models.config import ModelConfig
-from jaxpaged.models.layers import MLP, Embedding, RMSNorm
+from jaxpaged.models.layers import MLP, Embedding, Residual, RMSNorm
 from jaxpaged.models.precision import hidden_dtype
 from jaxpaged.models.rope import rope_tables
 from kernels_pallas.metadata import AttentionMetadata
@@ -29,6 +31,8 @@ HEAD_NAME = "lm_head.weight"
 class DecoderLayer(nnx.Module):
     """Attention, then MLP, each on the normed input and added to it."""
 
+    # What they give is added up by the norm that follows, which is the next layer's after the MLP.
+
     def __init__(
         self, config: ModelConfig, window: int | None, dtype: DTypeLike, *, rngs: nnx.Rngs
     ):
@@ -40,7 +44,7 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "num_tokens hidden_size"],
+        residual: Residual,
         pool: KVPool,
         layer: Int32[Array, ""] | int,
         rope: RopeTables,
@@ -48,11 +52,28 @@ class DecoderLayer(nnx.Module):
         *,
         impl: str | None = None,
         axis_name: str | None = None,
-    ) -> tuple[Float[Array, "num_tokens hidden_size"], KVPool]:
-        ways: Any = {"out_dtype": x.dtype, "impl": impl, "axis_name": axis_name}
-        out, pool = self.attention(self.attention_norm(x), pool, layer, rope, metadata, **ways)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x), **ways), pool
+    ) -> tuple[Residual, KVPool]:
+        ways: Any = {"out_dtype": residual.x.dtype, "impl": impl, "axis_name": axis_name}
+        x, normed = self.attention_norm.of_sum(residual, impl=impl)
+        parts, pool = self.attention(normed, pool, layer, rope, metadata, **ways)
+        x, normed = self.mlp_norm.of_sum(Residual(x, parts), impl=impl)
+        return Residual(x, self.mlp(normed, **ways)), pool
+
+    def residual_of(
+        self,
+        x: Float[Array, "num_tokens hidden_size"],
+        *,
+        impl: str | None = None,
+        axis_name: str | None = None,
+    ) -> Residual:
+        """What the first layer gets of x: parts of zeros, as many as layers hand on."""
+
+        def give() -> Array:
+            ways: Any = {"out_dtype": x.dtype, "impl": impl, "axis_name": axis_name}
+            return self.mlp(self.mlp_norm(x), **ways)
+
+        parts = jax.eval_shape(give)
+        return Residual(x, jnp.zeros(parts.shape, parts.dtype))
 
 
 class CausalLM(nnx.Module):
@@ -110,10 +131,12 @@ class CausalLM(nnx.Module):
         axis_name: str | None = None,
     ) -> tuple[Float32[Array, "num_logit_rows vocab_size"], KVPool]:
         """Logits of the tokens at the indices `logit_positions`, and the pool with the new KV."""
+        ways: Any = {"impl": impl, "axis_name": axis_name}
         x, rope = self.start(token_ids, positions, axis_name=axis_name)
+        residual = self.layers[0].residual_of(x, **ways)
         for layer, module in enumerate(self.layers):
-            x, pool = module(x, pool, layer, rope, metadata, impl=impl, axis_name=axis_name)
-        return self.logits(x[logit_positions], axis_name=axis_name), pool
+            residual, pool = module(residual, pool, layer, rope, metadata, **ways)
+        return self.logits(residual.total()[logit_positions], axis_name=axis_name), pool
 
 
 def identity(tensor: np.ndarray) -> np.ndarray:

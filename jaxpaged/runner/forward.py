@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxpaged.models.layers import Residual
 from jaxpaged.models.llama import DecoderLayer
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.weight_structure import LayerGroup, ModuleStructure
-from jaxpaged.runner.weights import GroupArrays, Weights, weight_specs
+from jaxpaged.runner.weights import Weights, weight_specs
 from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool, pool_partition_spec
@@ -86,21 +87,13 @@ def _forward_share(
     structure = weights.structure
     model = structure.outer.rebuild(weights.outer)
     x, rope = model.start(token_ids, positions, axis_name=AXIS_NAME)
-    for group, arrays in zip(structure.groups, weights.groups, strict=True):
-        if structure.layout == "scan":
-            x, pool = _scan_group(group, arrays, x, pool, rope, metadata, impl=impl)
-            continue
-        for idx in range(group.num_layers):
-            layer = jnp.int32(group.start + idx)
-            x, pool = _run_layer(
-                group.structure, arrays[idx], x, pool, layer, rope, metadata, impl=impl
-            )
+    run = _scan_layers if structure.layout == "scan" else _run_layers
+    x, pool = run(weights, x, pool, rope, metadata, impl=impl)
     return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
 
 
-def _scan_group(
-    group: LayerGroup,
-    arrays: GroupArrays,
+def _scan_layers(
+    weights: Weights,
     x: Hidden,
     pool: KVPool,
     rope: RopeTables,
@@ -108,17 +101,45 @@ def _scan_group(
     *,
     impl: str | None,
 ) -> tuple[Hidden, KVPool]:
-    """One compiled layer, run over the stacked weights; the pool is carried, never sliced."""
+    """One compiled layer a group, run over stacked weights; the pool is carried, never sliced."""
+    ways: Any = {"impl": impl, "axis_name": AXIS_NAME}
+    for group, arrays in zip(weights.structure.groups, weights.groups, strict=True):
 
-    def body(carry: tuple[Hidden, KVPool], layer_and_arrays: Any):
-        layer, layer_arrays = layer_and_arrays
-        module = group.structure.rebuild(layer_arrays)
-        x, pool = carry
-        return module(x, pool, layer, rope, metadata, impl=impl, axis_name=AXIS_NAME), None
+        def body(
+            carry: tuple[Hidden, KVPool], layer_and_arrays: Any, group: LayerGroup = group
+        ) -> tuple[tuple[Hidden, KVPool], None]:
+            x, pool = carry
+            layer, layer_arrays = layer_and_arrays
+            module = group.structure.rebuild(layer_arrays)
+            residual = module.residual_of(x, **ways)
+            residual, pool = module(residual, pool, layer, rope, metadata, **ways)
+            return (residual.total(), pool), None
 
-    layers = jnp.arange(group.start, group.stop, dtype=jnp.int32)
-    carry, _ = jax.lax.scan(body, (x, pool), (layers, arrays))
-    return carry
+        layers = jnp.arange(group.start, group.stop, dtype=jnp.int32)
+        (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, arrays))
+    return x, pool
+
+
+def _run_layers(
+    weights: Weights,
+    x: Hidden,
+    pool: KVPool,
+    rope: RopeTables,
+    metadata: AttentionMetadata,
+    *,
+    impl: str | None,
+) -> tuple[Hidden, KVPool]:
+    """One layer after the other, each with weights of its own."""
+    groups = weights.structure.groups
+    first = groups[0].structure.rebuild(weights.groups[0][0])
+    residual = first.residual_of(x, impl=impl, axis_name=AXIS_NAME)
+    for group, arrays in zip(groups, weights.groups, strict=True):
+        for idx in range(group.num_layers):
+            layer = jnp.int32(group.start + idx)
+            residual, pool = _run_layer(
+                group.structure, arrays[idx], residual, pool, layer, rope, metadata, impl=impl
+            )
+    return residual.total(), pool
 
 
 # why jitted: all layers of a group share one trace and one function in the compiled program
@@ -126,13 +147,13 @@ def _scan_group(
 def _run_layer(
     structure: ModuleStructure[DecoderLayer],
     arrays: tuple[jax.Array, ...],
-    x: Hidden,
+    residual: Residual,
     pool: KVPool,
     layer: Int32[Array, ""],
     rope: RopeTables,
     metadata: AttentionMetadata,
     *,
     impl: str | None,
-) -> tuple[Hidden, KVPool]:
+) -> tuple[Residual, KVPool]:
     module = structure.rebuild(arrays)
-    return module(x, pool, layer, rope, metadata, impl=impl, axis_name=AXIS_NAME)
+    return module(residual, pool, layer, rope, metadata, impl=impl, axis_name=AXIS_NAME)

@@ -22,7 +22,7 @@ from helpers.tiny_models import (
     tiny_config,
 )
 
-from jaxpaged.models import precision
+from jaxpaged.models import layers, precision
 from jaxpaged.models.config import ModelConfig
 from jaxpaged.models.llama import CausalLM, DecoderLayer
 from jaxpaged.runner.forward import forward
@@ -75,8 +75,8 @@ def test_the_oracle_sees_the_window():
 def test_the_plain_module_gives_the_same():
     config = tiny_config(model_type="qwen3", num_hidden_layers=2)
     rngs = nnx.Rngs(0)
-    layers = [DecoderLayer(config, None, "float32", rngs=rngs) for _ in range(2)]
-    model = CausalLM(config, layers, "float32", rngs=rngs)
+    modules = [DecoderLayer(config, None, "float32", rngs=rngs) for _ in range(2)]
+    model = CausalLM(config, modules, "float32", rngs=rngs)
     weights = load(config, layout="flat")
     structure = weights.structure
     for layer, arrays in enumerate(weights.groups[0]):
@@ -92,6 +92,28 @@ def test_the_plain_module_gives_the_same():
     )
     expected, _ = run_step(weights, inputs, pool)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["scan", "flat"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_products_may_come_in_parts(layout, is_lost, monkeypatch):
+    """As they do from a Hopper kernel: the norms that follow add them up, the last layer's too."""
+    inputs = pack([Row(PROMPT, range(1, 5))], num_tokens=16, num_rows=4)
+    whole = layers.matmul_in_parts
+
+    def logits() -> np.ndarray:
+        weights, pool = load(CONFIG, layout=layout), make_pool(CONFIG, tensor_mesh(1))
+        step = jax.jit(partial(forward))  # another function is traced anew
+        arguments = (weights, inputs.token_ids, inputs.positions, pool)
+        return np.asarray(step(*arguments, inputs.metadata, inputs.logit_positions)[0][:1])
+
+    def in_parts(*arguments, **options):
+        parts = whole(*arguments, **options) * jnp.array([0.5, 0.25, 0.25])[:, None, None]
+        return parts[: 2 if is_lost else 3]
+
+    expected = logits()
+    monkeypatch.setattr(layers, "matmul_in_parts", in_parts)
+    assert np.allclose(logits(), expected, atol=1e-5) == (not is_lost)
 
 
 def test_chunks_and_decodes_equal_one_prefill():
@@ -197,11 +219,14 @@ def products(num_tokens: int, dtype: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "num_tokens, rounded",
-    [(4, []), (16, []), (48, []), (precision.MAX_WIDE_TOKENS + 16, ["add", "add"])],
+    [(4, []), (16, []), (48, []), (precision.MAX_WIDE_TOKENS + 16, ["add"] * 3)],
     ids=["decode", "prefill", "one term", "long prefill"],
 )
 def test_nothing_but_products_is_in_bfloat16(num_tokens, rounded):
-    """Elsewhere a GPU would round after each operation; long steps round what layers add to."""
+    """Elsewhere a GPU would round after each operation; long steps round what layers add to.
+
+    The first of these sums is of x and zeros, and rounds nothing.
+    """
     config = tiny_config(model_type="qwen3", num_hidden_layers=1)
     assert arithmetic(lowered_step(num_tokens, "bfloat16", config), "bf16") == rounded
     assert "add" in arithmetic(lowered_step(num_tokens, "float32", config), "f32")
