@@ -27,6 +27,8 @@ def can_add_norm(x: Shaped, parts: Shaped) -> bool:
     return is_wide and fits and num_rows <= MAX_ROWS
 
 
+# why jitted: all norms of a step share one compiled kernel
+@functools.partial(jax.jit, static_argnames=("eps", "num_terms", "interpret"))
 def add_norm(
     x: Float32[Array, "num_rows size"],
     parts: Float32[Array, "num_parts num_rows size"],

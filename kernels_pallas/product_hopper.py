@@ -78,10 +78,9 @@ def product_tiling(x: Shaped, columns: int, *, is_gated: bool, num_programs: int
     tiles, num_x_rows = columns // STEP, num_terms * num_rows
     if is_gated:  # few stages: two programs fit on a multiprocessor
         return ProductTiling(STEP, 1, 4)
+    if tiles > num_programs and num_x_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
+        return ProductTiling(2 * STEP, 1, 6)
     split = max(1, min(round(num_programs / tiles), inner // STEP))
-    if split == 1 and num_x_rows >= WIDE_ROWS and columns % (2 * STEP) == 0:
-        fits_twice = columns // STEP <= num_programs and inner > STEP
-        return ProductTiling(2 * STEP, 2 if fits_twice else 1, 6)
     return ProductTiling(STEP, split, 8 if tiles * split <= num_programs else 6)
 
 
