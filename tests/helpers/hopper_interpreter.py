@@ -8,7 +8,8 @@ sets its size, whatever the number of cores.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -64,6 +65,16 @@ def _attend(args, sinks, *, options, tuning):
     return attention_hopper.paged_attention(
         q, k_new, v_new, pool, layer, metadata, options, sinks, tuning, interpret=params
     )
+
+
+@contextmanager
+def traced_anew() -> Generator[None]:
+    """Where something that kernels are traced with is another: no trace comes in, none goes out."""
+    _run.clear_cache()
+    try:
+        yield
+    finally:
+        _run.clear_cache()
 
 
 def interpret_prefill(

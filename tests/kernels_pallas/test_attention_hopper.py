@@ -7,8 +7,10 @@ scripts/test_gpu do.
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,10 +26,16 @@ from helpers.attention_cases import (
     oracle,
     with_block_dropped,
 )
-from helpers.hopper_interpreter import MOST_WAITING, interpret, never_wait_for, reports_race
+from helpers.hopper_interpreter import (
+    MOST_WAITING,
+    interpret,
+    never_wait_for,
+    reports_race,
+    traced_anew,
+)
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels_pallas import decode_hopper, ops, prefill_hopper
+from kernels_pallas import decode_combine_hopper, decode_hopper, ops, prefill_hopper
 from kernels_pallas.metadata import AttentionOptions
 from kernels_pallas.tuning import HopperTuning, default_tuning, hopper_tuning
 
@@ -137,6 +145,18 @@ def test_the_oracle_agrees_and_no_race_is_reported(name, capsys):
     """NaN in every slot that no query may see, and in what pads queries, keys and values."""
     variant = VARIANTS[name]
     assert not reports_race(lambda: check(variant.case(), variant), capsys)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_more_partial_results_than_are_merged_at_once(is_cut, monkeypatch):
+    monkeypatch.setattr(decode_combine_hopper, "MANY_AT_ONCE", 1)
+    monkeypatch.setattr(decode_combine_hopper, "FEW_AT_ONCE", 1)
+    if is_cut:  # the control: the first of them alone
+        first = vars(jax.lax) | {"fori_loop": lambda begin, _, merge, carry: merge(begin, carry)}
+        monkeypatch.setattr(decode_combine_hopper, "lax", SimpleNamespace(**first))
+    variant = VARIANTS["decode_3_queries_float16"]
+    with traced_anew(), pytest.raises(AssertionError) if is_cut else nullcontext():
+        check(variant.case(), variant)
 
 
 @pytest.mark.long
