@@ -19,7 +19,7 @@ from kernels_pallas.hopper_parts import (
     split_off,
 )
 
-# Partial results whose loads overlap: where units are fewer than workers, one has many of them, and
+# Partial results whose loads overlap: where units are fewer than workers, one unit has many, and
 # elsewhere more programs fit beside each other with fewer registers.
 MANY_AT_ONCE, FEW_AT_ONCE = 16, 4
 
@@ -36,11 +36,11 @@ def combine(
     """Merges the partial results of units that several workers shared; in place.
 
     Programs for each worker, not for each unit: most units are nobody's concern here. Each takes as
-    few of a unit's queries as fill a warpgroup, for what one of them does takes longer than that
-    there are more of them.
+    few of a unit's queries as fill a warpgroup: how long one takes matters more than how many there
+    are.
     """
     num_queries = max(1, WARPGROUP // shape.head_dim)
-    num_units, num_workers = out.shape[1] * shape.num_kv_heads, plan.workers.shape[0]
+    num_units, num_workers = plan.rows.shape[0] * shape.num_kv_heads, plan.workers.shape[0]
     flat_out = jax.new_ref(out.reshape(*out.shape[:2], -1))
     flat_partials = partials.reshape(*partials.shape[:2], -1)
     kernel = plgpu.kernel(

@@ -177,22 +177,22 @@ def matmul(
     x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size out_size"],
     *,
-    out_dtype: DTypeLike | None = None,
     impl: str | None = None,
 ) -> Float[Array, "num_tokens out_size"]:
     """x @ w, with float32 sums; float32 operands are multiplied with all of their bits.
 
     Args:
       x: see `terms.in_terms`.
-      out_dtype: what sums are rounded to; None = the dtype of x, or float32 if x has two terms.
       impl: as in `paged_attention`; all have XLA's product, "hopper" its own for few rows.
+
+    Returns:
+      Rounded to the dtype of x; float32 if x has two terms.
 
     Raises:
       ValueError: x is not in one term or two.
     """
     checks.check_operand(x)
-    num_programs = implementations.hopper_multiprocessors(impl)
-    return product.matmul(x, w, out_dtype, num_programs=num_programs)
+    return product.matmul(x, w, num_programs=implementations.hopper_multiprocessors(impl))
 
 
 def matmul_in_parts(
@@ -202,7 +202,17 @@ def matmul_in_parts(
     out_dtype: DTypeLike | None = None,
     impl: str | None = None,
 ) -> Float[Array, "num_parts num_tokens out_size"]:
-    """As `matmul`, but for `add_norm` to add up: one part, or float32 sums of several."""
+    """As `matmul`, but for `add_norm` to add up.
+
+    Args:
+      out_dtype: what one part is rounded to; None = as in `matmul`.
+
+    Returns:
+      One part, or float32 sums of several.
+
+    Raises:
+      ValueError: x is not in one term or two.
+    """
     checks.check_operand(x)
     num_programs = implementations.hopper_multiprocessors(impl)
     return product.matmul_in_parts(x, w, out_dtype, num_programs=num_programs)

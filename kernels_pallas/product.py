@@ -41,13 +41,12 @@ def matmul_in_parts(
 def matmul(
     x: Float[Array, "num_terms num_tokens in_size"],
     w: Float[Array, "in_size out_size"],
-    out_dtype: DTypeLike | None,
     *,
     num_programs: int | None,
 ) -> Float[Array, "num_tokens out_size"]:
     """See `ops.matmul`; `num_programs` as in `matmul_in_parts`."""
-    parts = matmul_in_parts(x, w, out_dtype, num_programs=num_programs)
-    return sum_of(parts).astype(out_dtype or result_dtype(x)) if len(parts) > 1 else parts[0]
+    parts = matmul_in_parts(x, w, None, num_programs=num_programs)
+    return sum_of(parts).astype(result_dtype(x)) if len(parts) > 1 else parts[0]
 
 
 def gated_matmul(
@@ -58,7 +57,7 @@ def gated_matmul(
 ) -> Float[Array, "num_terms num_tokens out_size"]:
     """See `ops.gated_matmul`; `num_programs` as in `matmul_in_parts`."""
     if num_programs is None or not can_multiply(x, w, is_gated=True):
-        return gated(matmul(x, w, None, num_programs=None), x.dtype)
+        return gated(matmul(x, w, num_programs=None), x.dtype)
     tiling = product_tiling(x, w.shape[1] // 2, is_gated=True, num_programs=num_programs)
     return gated_product(x, w, tiling)
 

@@ -38,9 +38,11 @@ def check_products() -> str:
     for num_terms in (1, 2):
         control = product_error(rng, num_terms, 8, 256, 256, False, is_wrong=True)
         assert control > 1, f"what is left out of {num_terms} terms was not noticed"
-        assert norm_error(rng, num_terms, 8, 256, 3, is_wrong=True) > 1, "so was a part of a sum"
+        assert norm_error(rng, num_terms, 8, 256, 3, is_wrong=True) > 1, (
+            "a part left out of a sum was not noticed"
+        )
     norms = [
-        (1 + i % 2, 8 * int(rng.integers(1, 9)), 128 * int(rng.integers(1, 33)), 1 + i % 8)
+        (1 + i % 2, 8 * int(rng.integers(1, 9)), 128 * int(rng.integers(1, 33)), 1 + i // 2 % 8)
         for i in range(NUM_RANDOM)
     ]
     norms += [(1, 64, 2560, 3), (2, 8, 2560, 3)]  # of Qwen3-4B

@@ -29,9 +29,10 @@ HEAD_NAME = "lm_head.weight"
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then MLP, each on the normed input and added to it."""
+    """Attention, then MLP, each on the normed input and added to it by the norm that follows.
 
-    # What they give is added up by the norm that follows, which is the next layer's after the MLP.
+    After the MLP that is the next layer's.
+    """
 
     def __init__(
         self, config: ModelConfig, window: int | None, dtype: DTypeLike, *, rngs: nnx.Rngs

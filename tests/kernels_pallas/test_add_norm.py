@@ -1,5 +1,6 @@
 """Sums of parts and their norms: the Hopper kernel, interpreted, and XLA's operations."""
 
+import functools
 from typing import Any
 
 import jax
@@ -73,6 +74,17 @@ def test_xlas_operations_give_the_same(operand_dtype):
     num_terms = num_terms_of(operand_dtype, jnp.bfloat16)
     assert len(found[1]) == num_terms
     assert_right(found, arrays, rounding_of(num_terms, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("operand_dtype", [jnp.bfloat16, jnp.float32])
+def test_a_hopper_gpu_gets_the_kernel(operand_dtype, monkeypatch):
+    interpreted = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(ops.implementations, "hopper_multiprocessors", lambda impl: 132)
+    monkeypatch.setattr(ops.add_norm_hopper, "add_norm", interpreted)
+    arrays = operands(3, 8, 128)
+    found = ops.add_norm(*arrays, EPS, operand_dtype=operand_dtype)
+    assert_right(found, arrays, rounding_of(len(found[1]), jnp.bfloat16))
+    assert len(found[1]) == num_terms_of(operand_dtype, jnp.bfloat16)
 
 
 def test_a_part_or_a_term_that_is_left_out_shows():

@@ -149,8 +149,8 @@ def test_the_oracle_agrees_and_no_race_is_reported(name, capsys):
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_more_partial_results_than_are_merged_at_once(is_cut, monkeypatch):
-    monkeypatch.setattr(decode_combine_hopper, "MANY_AT_ONCE", 1)
-    monkeypatch.setattr(decode_combine_hopper, "FEW_AT_ONCE", 1)
+    monkeypatch.setattr(decode_combine_hopper, "MANY_AT_ONCE", 2)
+    monkeypatch.setattr(decode_combine_hopper, "FEW_AT_ONCE", 2)
     if is_cut:  # the control: the first of them alone
         first = vars(jax.lax) | {"fori_loop": lambda begin, _, merge, carry: merge(begin, carry)}
         monkeypatch.setattr(decode_combine_hopper, "lax", SimpleNamespace(**first))

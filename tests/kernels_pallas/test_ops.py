@@ -72,7 +72,7 @@ def test_dtypes_that_no_kernel_takes_are_refused(impl, q_dtype, pool_dtype, reas
 
 @pytest.mark.parametrize("shape", [(8, 64), (0, 8, 64), (3, 8, 64)])
 def test_operands_have_one_term_or_two(shape):
-    for multiply in (ops.matmul, ops.gated_matmul):
+    for multiply in (ops.matmul, ops.matmul_in_parts, ops.gated_matmul):
         with pytest.raises(ValueError, match=re.escape(f"x.shape={shape} must ")):
             multiply(jnp.zeros(shape), jnp.zeros((64, 64)))
 
