@@ -218,6 +218,13 @@ def matmul_in_parts(
     return product.matmul_in_parts(x, w, out_dtype, num_programs=num_programs)
 
 
+def add_parts(
+    x: Float[Array, "num_tokens size"], parts: Float[Array, "num_parts num_tokens size"]
+) -> Float[Array, "num_tokens size"]:
+    """x + all parts (see `matmul_in_parts`), whose sum is rounded to the dtype of x."""
+    return x + sum_of(parts).astype(x.dtype)
+
+
 def add_norm(
     x: Float[Array, "num_tokens size"],
     parts: Float[Array, "num_parts num_tokens size"],
@@ -227,17 +234,18 @@ def add_norm(
     operand_dtype: DTypeLike,
     impl: str | None = None,
 ) -> tuple[Float[Array, "num_tokens size"], Float[Array, "num_terms num_tokens size"]]:
-    """x + all parts, and its RMS norm, for products to read.
+    """As `add_parts`, and the RMS norm of it, for products to read.
 
     Args:
       parts: see `matmul_in_parts`.
       operand_dtype: what the norm is rounded to, before it is put in terms of the dtype of `scale`.
       impl: see `matmul`.
     """
-    if implementations.hopper_multiprocessors(impl) and add_norm_hopper.can_add_norm(x, parts):
+    is_hopper = implementations.hopper_multiprocessors(impl) is not None
+    if is_hopper and add_norm_hopper.can_add_norm(x, parts):
         num_terms = num_terms_of(operand_dtype, scale.dtype)
         return add_norm_hopper.add_norm(x, parts, scale, eps, num_terms=num_terms)
-    total = x + sum_of(parts).astype(x.dtype)
+    total = add_parts(x, parts)
     return total, in_terms(rms_norm(total, scale, eps, operand_dtype), scale.dtype)
 
 

@@ -34,7 +34,7 @@ from kernels_pallas.metadata import Shaped
 
 STEP = 64  # of the inner axis, and columns: one swizzle pattern
 MAX_ROWS = 64  # of terms
-WIDE_ROWS = 64  # from so many rows of terms on, reading them once more for each tile costs too much
+WIDE_ROWS = 64  # of terms: where tiles outnumber multiprocessors, fewer of them read so many rows
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it, from the repository's root. It finds a Python and makes
-# environments; by itself it runs nothing.
+# Sourced by the scripts beside it, from the repository's root. It finds a Python, makes
+# environments, and runs two things at a time; by itself it runs nothing.
 
 die() {
   echo "$(basename "$0"): $*" >&2
@@ -42,4 +42,19 @@ make_environment() {
   "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@" \
     || die "pip could not install $* into $folder (its message is above)"
   touch "$stamp"
+}
+
+# side_by_side FUNCTION OTHER: runs both at once, for there are two cores. What OTHER prints comes
+# when both have ended. Fails with the status of one that failed.
+side_by_side() {
+  local log beside status=0
+  log=$(mktemp)
+  "$2" >"$log" 2>&1 &
+  beside=$!
+  # shellcheck disable=SC2064 # both are local
+  trap "kill $beside 2>/dev/null || true; rm -f '$log'" EXIT
+  "$1" || status=$?
+  wait "$beside" || status=$?
+  cat "$log"
+  return "$status"
 }

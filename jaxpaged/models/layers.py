@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxpaged.models.precision import operand_dtype
 from kernels_pallas.norm_rope import rms_norm
-from kernels_pallas.ops import add_norm, gated_matmul, matmul, matmul_in_parts
+from kernels_pallas.ops import add_norm, add_parts, gated_matmul, matmul, matmul_in_parts
 from kernels_pallas.product import gated, precision_of
 from kernels_pallas.terms import in_terms, result_dtype, sum_of
 
@@ -52,7 +52,7 @@ class Residual(NamedTuple):
     parts: Float[Array, "num_parts num_tokens hidden_size"]
 
     def total(self) -> Float[Array, "num_tokens hidden_size"]:
-        return self.x + sum_of(self.parts).astype(self.x.dtype)
+        return add_parts(self.x, self.parts)
 
 
 class RMSNorm(nnx.Module):
@@ -132,7 +132,7 @@ class Linear(nnx.Module):
         self,
         x: Float[Array, "num_terms num_tokens in_size"],
         *,
-        out_dtype: DTypeLike | None = None,
+        out_dtype: DTypeLike,
         impl: str | None = None,
         axis_name: str | None = None,
     ) -> Float[Array, "num_parts num_tokens out_size"]:
@@ -220,7 +220,7 @@ class MLP(nnx.Module):
         self,
         x: Float[Array, "num_terms num_tokens hidden_size"],
         *,
-        out_dtype: DTypeLike | None = None,
+        out_dtype: DTypeLike,
         impl: str | None = None,
         axis_name: str | None = None,
     ) -> Float[Array, "num_parts num_tokens hidden_size"]:

@@ -68,12 +68,8 @@ class DecoderLayer(nnx.Module):
         axis_name: str | None = None,
     ) -> Residual:
         """What the first layer gets of x: parts of zeros, as many as layers hand on."""
-
-        def give() -> Array:
-            ways: Any = {"out_dtype": x.dtype, "impl": impl, "axis_name": axis_name}
-            return self.mlp(self.mlp_norm(x), **ways)
-
-        parts = jax.eval_shape(give)
+        ways: Any = {"out_dtype": x.dtype, "impl": impl, "axis_name": axis_name}
+        parts = jax.eval_shape(lambda: self.mlp(self.mlp_norm(x), **ways))
         return Residual(x, jnp.zeros(parts.shape, parts.dtype))
 
 

@@ -12,7 +12,7 @@ from jaxpaged.models.layers import Residual
 from jaxpaged.models.llama import DecoderLayer
 from jaxpaged.runner.sharding import AXIS_NAME
 from jaxpaged.runner.weight_structure import LayerGroup, ModuleStructure
-from jaxpaged.runner.weights import Weights, weight_specs
+from jaxpaged.runner.weights import GroupArrays, Weights, weight_specs
 from kernels_pallas.metadata import AttentionMetadata
 from kernels_pallas.norm_rope import RopeTables
 from kernels_pallas.pool import KVPool, pool_partition_spec
@@ -87,13 +87,17 @@ def _forward_share(
     structure = weights.structure
     model = structure.outer.rebuild(weights.outer)
     x, rope = model.start(token_ids, positions, axis_name=AXIS_NAME)
-    run = _scan_layers if structure.layout == "scan" else _run_layers
-    x, pool = run(weights, x, pool, rope, metadata, impl=impl)
+    if structure.layout == "scan":
+        for group, arrays in zip(structure.groups, weights.groups, strict=True):
+            x, pool = _scan_group(group, arrays, x, pool, rope, metadata, impl=impl)
+    else:
+        x, pool = _run_layers(weights, x, pool, rope, metadata, impl=impl)
     return model.logits(x[logit_positions], axis_name=AXIS_NAME), pool, x
 
 
-def _scan_layers(
-    weights: Weights,
+def _scan_group(
+    group: LayerGroup,
+    arrays: GroupArrays,
     x: Hidden,
     pool: KVPool,
     rope: RopeTables,
@@ -101,23 +105,20 @@ def _scan_layers(
     *,
     impl: str | None,
 ) -> tuple[Hidden, KVPool]:
-    """One compiled layer a group, run over stacked weights; the pool is carried, never sliced."""
+    """One compiled layer, run over the stacked weights; the pool is carried, never sliced."""
     ways: Any = {"impl": impl, "axis_name": AXIS_NAME}
-    for group, arrays in zip(weights.structure.groups, weights.groups, strict=True):
 
-        def body(
-            carry: tuple[Hidden, KVPool], layer_and_arrays: Any, group: LayerGroup = group
-        ) -> tuple[tuple[Hidden, KVPool], None]:
-            x, pool = carry
-            layer, layer_arrays = layer_and_arrays
-            module = group.structure.rebuild(layer_arrays)
-            residual = module.residual_of(x, **ways)
-            residual, pool = module(residual, pool, layer, rope, metadata, **ways)
-            return (residual.total(), pool), None
+    def body(carry: tuple[Hidden, KVPool], layer_and_arrays: Any):
+        layer, layer_arrays = layer_and_arrays
+        module = group.structure.rebuild(layer_arrays)
+        x, pool = carry
+        residual = module.residual_of(x, **ways)
+        residual, pool = module(residual, pool, layer, rope, metadata, **ways)
+        return (residual.total(), pool), None
 
-        layers = jnp.arange(group.start, group.stop, dtype=jnp.int32)
-        (x, pool), _ = jax.lax.scan(body, (x, pool), (layers, arrays))
-    return x, pool
+    layers = jnp.arange(group.start, group.stop, dtype=jnp.int32)
+    carry, _ = jax.lax.scan(body, (x, pool), (layers, arrays))
+    return carry
 
 
 def _run_layers(
